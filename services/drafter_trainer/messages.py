@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
-from paceline.ranks.messages import Save, Saved
+from paceline.ranks.messages import Impaired, Save, Saved
 from paceline.tagged_json import TaggedJson
 
 
@@ -151,5 +151,6 @@ Message = (
     | Standing
     | Saving
     | Saved
+    | Impaired
 )
 MESSAGES = TaggedJson[Message](*get_args(Message))

@@ -22,6 +22,13 @@ POSITIONS = Counter("paceline.drafter.positions", "{position}", DRAFTER, "positi
 SAMPLES = Counter(
     "paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks; its rate is samples/s"
 )
+CHECKPOINTS_DAMAGED = Counter(
+    "paceline.drafter.checkpoints_damaged",
+    "{checkpoint}",
+    (),
+    "checkpoints that were not what had been written when a start wanted them; the one before was "
+    "taken",
+)
 STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "whole optimiser steps")
 STEPS_SKIPPED = Counter(
     "paceline.drafter.steps_skipped",

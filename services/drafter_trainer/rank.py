@@ -20,17 +20,19 @@ from drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_hea
 from drafter_trainer.learn.membership import Members, Membership
 from drafter_trainer.learn.students import Students, initial_nets
 from drafter_trainer.link import TrainerLink, activation_span
+from drafter_trainer.metrics import CHECKPOINTS_DAMAGED
 from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
 from paceline.errors import InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Save, Saved
+from paceline.ranks.messages import Impaired, Save, Saved
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training.checkpoints import (
+    PREFIX,
     CheckpointWriter,
-    newest_checkpoint,
+    find_whole,
     read_checkpoint,
     read_whole,
 )
@@ -72,18 +74,28 @@ class Rank:
         self.trainer.after_step = self.save_if_due
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
-        if config.resume and (newest := newest_checkpoint(checkpoints / "drafter")) is not None:
-            self.trainer.load_state(
-                read_checkpoint(newest, self.trainer.state(), self.membership.members.group)
-            )
-            self._saved_steps = self.learner.total_steps
-
+        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
+        if config.resume:
+            self._resume(checkpoints / "drafter")
         self.link.on_command = self.obey
         self.link.open_stream()
+
+    def _resume(self, directory: Path) -> None:
+        """Takes up the newest checkpoint that is whole: an older one has learned less, no more."""
+        found = find_whole(directory, PREFIX, self.membership.members.group)
+        self._damaged = found.damaged
+        if found.checkpoint is not None:
+            self.trainer.load_state(read_checkpoint(found.checkpoint, self.trainer.state()))
+            self._saved_steps = self.learner.total_steps
 
     def run(self) -> None:
         """Until SIGTERM: wait for a lease, train under it, write a checkpoint when it is time."""
         self.report()
+        for fault in self._damaged:
+            log.error("checkpoint is damaged", fault=fault)
+            if self.rank == 0:
+                CHECKPOINTS_DAMAGED.record()
+                self.link.send(Impaired(f"{fault}; the checkpoint before it is taken"))
         while not self.link.stopping:
             match self.link.wait_turn(IDLE_S):
                 case m.Activate() as command:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from paceline.telemetry.metrics import Counter
 
+CHECKPOINTS_DAMAGED = Counter(
+    "paceline.policy.checkpoints_damaged",
+    "{checkpoint}",
+    (),
+    "checkpoints that were not what had been written when a start wanted them; the one before was "
+    "taken, and the steps since then trained again",
+)
 VERSIONS_TAKEN = Counter(
     "paceline.policy.versions_taken",
     "{version}",

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.errors import PacelineError, ResourceExhausted, Unavailable
+from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
+from paceline.training.checkpoints import Resumable
 from paceline.trajectory import tokens_hash
 from policy_trainer.algorithms.base import Algorithm
 from policy_trainer.batches.batch import TrainBatch, make_batch
@@ -37,7 +38,7 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.metrics import NOT_FINITE, VERSIONS_TAKEN
+from policy_trainer.metrics import CHECKPOINTS_DAMAGED, NOT_FINITE, VERSIONS_TAKEN
 from policy_trainer.publish import make_publication, merged, pull_served, push
 
 _log = get_logger(__name__)
@@ -76,16 +77,21 @@ class RankZero:
         self._runner.run(self._client.aclose())
         self._runner.close()
 
-    def open(self, checkpoint_step: int) -> list[Collected]:
+    def open(self, progress: Progress, found: Resumable, held_twice: int) -> list[Collected]:
         """Takes up unacknowledged entries; returns the batches of the recorded steps after the
         checkpoint's.
+
+        Raises DataLoss when they do not lead from the checkpoint to where a damaged one stood.
         """
         self._runner.run(self._batcher.open())
-        self.release(checkpoint_step)
-        replays = [self._collected(self._batcher.take(record)) for record in self._records.load()]
-        for collected in replays:
-            self._runner.run(self._batcher.settle(collected.record))
-            self._runner.run(self._batcher.mark(collected.record))
+        self.release(held_twice)
+        records = self._records.load()
+        missed = [record for record in records if record.step > progress.step]
+        _check_replay(progress.policy_version, missed, found)
+        replays = [self._collected(self._batcher.take(record)) for record in missed]
+        for record in records:
+            self._runner.run(self._batcher.settle(record))
+            self._runner.run(self._batcher.mark(record))
         return replays
 
     def collect(self, command: Train) -> Collected | None:
@@ -139,25 +145,25 @@ class RankZero:
             self.failed(command.command_id, error)
 
     def release(self, through_step: int) -> None:
-        """Acknowledges the entries of steps that a checkpoint holds, and forgets their records."""
+        """Acknowledges the entries of steps that are safe, and forgets their records."""
         for record in self._records.load():
             if record.step <= through_step:
                 self._runner.run(self._batcher.release(record))
         self._records.forget(through_step)
 
-    def saved(self, command_id: int, path: Path, progress: Progress) -> None:
-        """A checkpoint lies on disk; acknowledges what it holds and tells so. Command 0 is the
+    def saved(self, command_id: int, path: Path, version: int, held_twice: int) -> None:
+        """A checkpoint lies on disk; acknowledges what is safe now and tells so. Command 0 is the
         interval.
 
-        While Redis is away or full nothing is lost: the records stay, and the next checkpoint
-        acknowledges them.
+        While Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges
+        them.
         """
         try:
-            self.release(progress.step)
-        except (ResourceExhausted, Unavailable) as error:
+            self.release(held_twice)
+        except Unavailable as error:
             self.failed(command_id, error)
             return
-        self.tell(Saved(command_id, str(path), progress.policy_version))
+        self.tell(Saved(command_id, str(path), version))
 
     def failed(self, command_id: int, error: PacelineError) -> None:
         """The command has failed; the ranks take the next one."""
@@ -247,6 +253,24 @@ class RankZero:
             batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
         )
         return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
+
+
+def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:
+    for fault in found.damaged:
+        CHECKPOINTS_DAMAGED.record()
+        _log.error("checkpoint_damaged", fault=fault, resumed=str(found.checkpoint))
+    reached = version
+    for record in missed:
+        if record.policy_version != reached:
+            break
+        reached += 1
+    if reached < max(found.newest, version + len(missed)):
+        raise DataLoss(
+            f"{found.damaged[0] if found.damaged else 'a checkpoint is gone'}; the steps that it "
+            f"held cannot be trained again: their batches are acknowledged",
+            seen=f"policy version {reached}",
+            allowed=f"{max(found.newest, version + len(missed))}",
+        )
 
 
 def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

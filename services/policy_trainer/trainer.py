@@ -11,13 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.errors import DataLoss, InternalError, Unavailable, WeightsError
-from paceline.ranks.messages import Save
+from paceline.ranks.messages import Impaired, Save
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, span
 from paceline.training.checkpoints import (
     CheckpointWriter,
-    newest_checkpoint,
+    checkpoint_numbers,
+    find_whole,
     read_checkpoint,
+    read_state,
     read_whole,
 )
 from paceline.training.hugging_face import write_causal_lm
@@ -58,21 +60,24 @@ class PolicyTrainer:
         )
         self._begun = 0  # version of the last checkpoint that was begun, the same on all ranks
         self._unreported: tuple[int, Progress] | None = None  # the command it was begun for
+        self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
         self._resumed = False  # and not yet compared with what serves
 
     def resume(self) -> None:
-        """Takes up the newest checkpoint, and replays the steps it misses."""
-        newest = newest_checkpoint(self.config.checkpoints_dir, _PREFIX)
-        if newest is not None:
-            state = read_checkpoint(newest, {"learner": self.learner.state()}, dist.group.WORLD)
+        """Takes up the newest checkpoint that is whole, and replays the steps it misses."""
+        found = find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
+        self._damaged = found.damaged
+        if found.checkpoint is not None:
+            state = read_checkpoint(found.checkpoint, {"learner": self.learner.state()})
             try:
                 self.learner.load_state(state["learner"])
                 self.progress = from_object(Progress, state["progress"])
             except (KeyError, DataLoss) as error:
-                raise DataLoss(f"{newest} is of another trainer", seen=str(error)) from error
+                message = f"{found.checkpoint} is of another trainer"
+                raise DataLoss(message, seen=str(error)) from error
             self._begun = self.progress.policy_version
             self._completed(self.progress)
-        replays = self.zero.open(self.progress.step) if self.zero else []
+        replays = self.zero.open(self.progress, found, self._held_twice()) if self.zero else []
         steps = from_rank_zero([collected.record.step for collected in replays])
         for number, step in enumerate(steps):
             self._advance(step, replays[number] if self.zero else None)
@@ -82,6 +87,8 @@ class PolicyTrainer:
         """The rank takes commands from now on."""
         if self.zero:
             self.zero.tell(Started(self.progress))
+            for fault in self._damaged:
+                self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
 
     def handle(self, command: Train | Save) -> None:
         """Runs a command; what fails on rank 0 between collectives is told to the parent and ends
@@ -218,10 +225,25 @@ class PolicyTrainer:
             return
         self._completed(saved)
         if self.zero:
-            self.zero.saved(command_id, self._writer.path(saved.policy_version), saved)
+            path = self._writer.path(saved.policy_version)
+            self.zero.saved(command_id, path, saved.policy_version, self._held_twice())
 
     def _completed(self, saved: Progress) -> None:
         self.progress = dataclasses.replace(self.progress, checkpoint_version=saved.policy_version)
+
+    def _held_twice(self) -> int:
+        """The last step that two checkpoints hold, so that it can be trained again when the newest
+        is damaged; where one is kept, the last that it holds. -1: none.
+        """
+        wanted = min(self.config.checkpoint_keep, 2)
+        numbers = checkpoint_numbers(self.config.checkpoints_dir, _PREFIX)[-wanted:]
+        if len(numbers) < wanted:
+            return -1
+        try:
+            step: int = read_state(self._writer.path(numbers[0]))["progress"]["step"]
+        except DataLoss:  # what is damaged holds nothing, which the next start will say
+            return -1
+        return step
 
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """The weights as a Hugging Face directory, which any engine serves."""

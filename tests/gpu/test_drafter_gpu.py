@@ -67,9 +67,7 @@ def test_a_learner_that_comes_and_goes_learns_what_it_learns_on_a_cpu(tmp_path: 
     writer.write(moved.state(), 1, moved.members.writing)  # without the device
     writer.wait()
     loaded = learner()
-    loaded.load_state(
-        read_checkpoint(tmp_path / "checkpoint-1", loaded.state(), loaded.members.group)
-    )
+    loaded.load_state(read_checkpoint(tmp_path / "checkpoint-1", loaded.state()))
     assert loaded.total_steps == on_host.total_steps == 4
     expected = weights(on_host)
     for name, value in weights(loaded).items():

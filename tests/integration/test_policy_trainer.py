@@ -250,7 +250,7 @@ def moved(after: dict[str, Any], before: dict[str, Any]) -> float:
 
 
 async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> None:
-    await world.start()
+    await world.start(checkpoint_interval_steps=1)
     trajectories = await world.append(0, 0)
     batch, stepped, prepared = await world.step(0, 0)
     assert batch.trajectories == len(trajectories)
@@ -267,13 +267,13 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> 
     assert np.array_equal(head["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
 
     stream = RedisStream(world.client, run_key(world.run, "trajectories"))
-    assert (await stream.depth()).entries == len(trajectories), (
-        "acknowledged before a checkpoint held the step"
-    )
-    await world.append(1, 1)
+    second = await world.append(1, 1)
     await world.step(1, 1)
+    assert (await stream.depth()).entries == len(trajectories) + len(second), (
+        "acknowledged before two checkpoints held the step"
+    )
     await world.stop()
-    assert (await stream.depth()).entries == 0
+    assert (await stream.depth()).entries == len(second)
     count = await Ledger(world.client, world.run).count()
     assert (count.final, count.trained, count.open, count.lost) == (24, 24, 0, 0)
     checkpoint = world.directory / "checkpoints" / "policy" / "step-2"
@@ -379,6 +379,43 @@ async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
     await world.stop()
     count = await Ledger(world.client, world.run).count()
     assert (count.final, count.trained, count.open, count.lost) == (48, 48, 0, 0)
+
+
+@pytest.mark.slow
+async def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_its_steps_trained_again(
+    world: World,
+) -> None:
+    await world.start(checkpoint_interval_steps=1)
+    for step in range(3):
+        await world.append(step, step)
+        await world.step(step, step)
+        await world.commit(step + 1)
+    await world.stop()
+    kept = sorted((world.directory / "checkpoints" / "policy").glob("step-*"))
+    assert [path.name for path in kept] == ["step-2", "step-3"]
+    shard = kept[-1] / "shards" / "rank-1.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+
+    await world.start(checkpoint_interval_steps=1)
+    status = await world.status()
+    assert (status.policy_version, status.step, status.checkpoint_version) == (3, 2, 2)
+    assert (await world.step(2, 2))[-1].bytes == 0, "the step came to other weights"
+    log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
+    assert "checkpoint_damaged" in log
+    assert "rank-1.safetensors" in log
+    await world.append(3, 3)
+    await world.step(3, 3)
+    await world.stop(signal.SIGKILL)
+
+    (world.directory / "checkpoints" / "policy" / "records.jsonl").unlink()
+    for checkpoint in (world.directory / "checkpoints" / "policy").glob("step-[234]"):
+        (checkpoint / "manifest.json").unlink()
+    process = await world.spawn()
+    assert await asyncio.wait_for(process.wait(), patient(60)) != 0
+    log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
+    assert "cannot be trained again" in log
 
 
 @pytest.mark.slow

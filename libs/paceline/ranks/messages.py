@@ -25,6 +25,13 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Impaired:
+    """Something is damaged that the ranks can do without; for the supervisor's console."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A command failed; the ranks take the next one."""
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.ranks.group import RankGroup
-from paceline.ranks.messages import Failed
+from paceline.ranks.messages import Failed, Impaired
 from paceline.rpc import Server
 from paceline.tagged_json import TaggedJson
 from paceline.telemetry import get_logger
@@ -190,6 +190,9 @@ class WatchedRanks(Generic[M]):
 
     def _take(self, rank: int, data: bytes) -> None:
         message = self._messages.decode(data)
+        if isinstance(message, Impaired):
+            tell_supervisor("impaired", message.what)
+            return
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))
         if news is not None:

@@ -1,8 +1,9 @@
 """Writes and reads numbered checkpoints of sharded training state, without pickle.
 
 `<directory>/<prefix><number>/` holds
-    shards/*.safetensors   tensors (torch.distributed.checkpoint), a file per rank
-    state.json             everything else, and the size of each file of shards
+    shards/*.safetensors   tensors (shards.py), a file per rank
+    state.json             everything else
+    manifest.json          the sha256 of each file (file_hashes.py)
 and what `export` puts beside them. Any number of ranks can load it. A checkpoint is written under
 another name and renamed when all of it is on disk.
 """
@@ -13,8 +14,8 @@ import json
 import os
 import shutil
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,19 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss, Unavailable
+from paceline.file_hashes import check_hashes, read_hashes, write_hashes
+from paceline.training.process import from_all_ranks
+from paceline.training.shards import local_of, read_shards, tensors_of, write_shard
 
 PREFIX = "checkpoint-"
 SHARDS, STATE = "shards", "state.json"
-_FILES = "files"  # key of state.json: file of shards -> bytes
+DAMAGED = ".damaged"
+"""Behind the name of a checkpoint that was found damaged, which nothing reads any more."""
 _MALFORMED = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
-
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one rank
 
 
 class CheckpointWriter:
@@ -75,7 +70,7 @@ class CheckpointWriter:
     @property
     def next_number(self) -> int:
         """A number no checkpoint has; rank 0's counts."""
-        return max(_numbers(self._directory, self._prefix), default=0) + 1
+        return max(checkpoint_numbers(self._directory, self._prefix), default=0) + 1
 
     def path(self, number: int) -> Path:
         """Directory of a checkpoint."""
@@ -104,50 +99,100 @@ class CheckpointWriter:
 
     def _write(self, state: dict[str, Any], number: int, writing: dist.ProcessGroup | None) -> None:
         fresh = self._directory / f".{number}.tmp"
+        rank = dist.get_rank()
+        told = {"file": f"{SHARDS}/rank-{rank}.safetensors", "hash": "", "failure": ""}
         try:
-            save(
-                dict(_tensors(state)),
-                storage_writer=HuggingFaceStorageWriter(str(fresh / SHARDS), save_distributed=True),
-                process_group=writing,
-                no_dist=writing is None,
-            )
-            if dist.get_rank() == 0:
-                self._complete(state, fresh, self.path(number))
-        except (OSError, SafetensorError, CheckpointException) as error:
+            (fresh / SHARDS).mkdir(parents=True, exist_ok=True)
+            told["hash"] = write_shard(fresh / told["file"], dict(tensors_of(state)), rank=rank)
+        except OSError as error:
+            told["failure"] = _cause(error)
+        try:
+            written = [told] if writing is None else from_all_ranks(told, writing)
+            self._failure = next((one["failure"] for one in written if one["failure"]), None)
+            if rank == 0 and self._failure is None:
+                hashes = {one["file"]: one["hash"] for one in written}
+                self._complete(state, hashes, fresh, self.path(number))
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch's: another rank is lost
             self._failure = _cause(error)
+        if rank == 0 and self._failure is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
 
-    def _complete(self, state: dict[str, Any], fresh: Path, final: Path) -> None:
-        files = {file.name: file.stat().st_size for file in sorted((fresh / SHARDS).iterdir())}
-        described = {**_without_tensors(state), _FILES: files}
-        (fresh / STATE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    def _complete(
+        self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path
+    ) -> None:
+        described = json.dumps(_without_tensors(state), indent=1) + "\n"
+        (fresh / STATE).write_text(described, encoding="utf-8")
+        write_hashes(fresh, hashes)  # by which `export` reads the shards
         self._export(state, fresh)
+        write_hashes(fresh, hashes)
         for path in [*fresh.rglob("*"), fresh]:
             _sync(path)
         if final.exists():
             shutil.rmtree(final)
         fresh.rename(final)
         _sync(self._directory)
-        for old in _numbers(self._directory, self._prefix)[: -self._keep]:
+        for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
             if not (self._keep_every and old % self._keep_every == 0):
                 shutil.rmtree(self.path(old))
 
 
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """What of a directory a trainer can go on from."""
+
+    checkpoint: Path | None
+    """The newest whole one; None when there is none."""
+    damaged: tuple[str, ...]
+    """What was wrong with newer ones, newest first."""
+    newest: int
+    """Number of the newest, damaged or not; 0 when there is none."""
+
+
+def find_whole(directory: Path, prefix: str, group: dist.ProcessGroup | None) -> Resumable:
+    """Reads the newest checkpoint against its hashes, and those before it while one is damaged; a
+    collective of `group`, or of this rank alone. Damaged ones are renamed.
+    """
+    alone = group is None
+    rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+    numbers = checkpoint_numbers(directory, prefix)
+    damaged: list[str] = []
+    for number in reversed(numbers):
+        checkpoint, fault = directory / f"{prefix}{number}", ""
+        try:
+            check_hashes(checkpoint, rank, ranks)
+        except DataLoss as error:
+            fault = str(error)
+        faults = [fault] if alone else from_all_ranks(fault, group)
+        if not any(faults):
+            return Resumable(checkpoint, tuple(damaged), numbers[-1])
+        damaged.append(next(filter(None, faults)))
+        if rank == 0:
+            shutil.rmtree(aside := checkpoint.with_name(checkpoint.name + DAMAGED), True)
+            checkpoint.rename(aside)
+    return Resumable(None, tuple(damaged), max(numbers, default=0))
+
+
 def newest_checkpoint(directory: Path, prefix: str = PREFIX) -> Path | None:
-    """The newest whole checkpoint; None when there is none."""
-    numbers = _numbers(directory, prefix)
+    """The newest checkpoint, unread; None when there is none."""
+    numbers = checkpoint_numbers(directory, prefix)
     return directory / f"{prefix}{numbers[-1]}" if numbers else None
 
 
-def read_checkpoint(
-    checkpoint: Path, like: Mapping[str, Any], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """The state; a collective of `group`, or of this rank alone.
+def checkpoint_numbers(directory: Path, prefix: str = PREFIX) -> list[int]:
+    """Numbers of the checkpoints there, ascending."""
+    names = (path.name.removeprefix(prefix) for path in directory.glob(f"{prefix}*"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The state.
 
     `like` is a state whose tensors, however they are sharded, are overwritten. Tensors that only
-    one of both has are left out. Raises DataLoss when shapes, types or bytes do not fit.
+    one of both has are left out. Raises DataLoss when shapes, types or bytes do not fit; what
+    `find_whole` found needs no other check.
     """
     state = read_state(checkpoint)
-    for name, tensor in _load(checkpoint, dict(_tensors(like)), group).items():
+    for name, tensor in _load(checkpoint, dict(tensors_of(like))).items():
         *path, last = name.split("/")
         node = state
         for key in path:
@@ -158,22 +203,18 @@ def read_checkpoint(
 
 def read_whole(checkpoint: Path, part: str, like: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors under `part`, "learner/model", unsharded, on this rank alone. Raises DataLoss."""
-    found = {name: tensor for name, tensor in _tensors(like) if name.startswith(part + "/")}
+    found = {name: tensor for name, tensor in tensors_of(like) if name.startswith(part + "/")}
     whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in found.items()}
     return {
-        name.removeprefix(part + "/"): tensor
-        for name, tensor in _load(checkpoint, whole, None).items()
+        name.removeprefix(part + "/"): tensor for name, tensor in _load(checkpoint, whole).items()
     }
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What of the state is no tensor. Raises DataLoss, also when a file of shards is not whole."""
+    """What of the state is no tensor. Raises DataLoss, also when it is not what was written."""
+    check_hashes(checkpoint, only=STATE)
     try:
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        for name, size in state.pop(_FILES).items():
-            seen = (checkpoint / SHARDS / name).stat().st_size
-            if seen != size:
-                raise DataLoss(f"{checkpoint} misses a part of {name}", seen=seen, allowed=size)
     except _MALFORMED as error:
         raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
     return state
@@ -204,46 +245,13 @@ def copy_local(source: Tensor, target: Tensor) -> None:
     local_of(target).copy_(local_of(source))
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, live; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _load(
-    checkpoint: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
-    reader = HuggingFaceStorageReader(str(checkpoint / SHARDS))
-    alone = group is None or dist.get_world_size(group) == 1
+def _load(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    files = [checkpoint / name for name in read_hashes(checkpoint) if Path(name).parts[0] == SHARDS]
     try:
-        there = reader.read_metadata().state_dict_metadata
-        wanted = {name: tensor for name, tensor in tensors.items() if name in there}
-        for name, tensor in wanted.items():
-            _check(name, tensor, there[name])
-        load(wanted, storage_reader=reader, process_group=group, no_dist=alone)
-    except (*_MALFORMED, CheckpointException) as error:
+        found = read_shards(files, tensors)
+    except _MALFORMED as error:
         raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
-    return wanted
-
-
-def _check(name: str, tensor: Tensor, stored: Any) -> None:
-    """torch converts a stored type silently, and leaves gaps between pieces as they were."""
-    assert isinstance(stored, TensorStorageMetadata)
-    seen = (tuple(stored.size), stored.properties.dtype)
-    allowed = (tuple(tensor.shape), tensor.dtype)
-    if seen != allowed:
-        raise DataLoss(f"a checkpoint holds another {name}", seen=seen, allowed=allowed)
-    held = sum(chunk.sizes.numel() for chunk in stored.chunks)
-    if held != stored.size.numel():
-        raise DataLoss(f"a checkpoint misses a part of {name}", seen=held, allowed=tensor.numel())
-
-
-def _tensors(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors by the keys that lead to them, joined by "/"."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield path + key, value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value, f"{path}{key}/")
+    return {name: tensor for name, tensor in tensors.items() if name in found}
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,14 +262,7 @@ def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _numbers(directory: Path, prefix: str) -> list[int]:
-    names = (path.name.removeprefix(prefix) for path in directory.glob(f"{prefix}*"))
-    return sorted(int(name) for name in names if name.isdigit())
-
-
 def _cause(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        error = next((failure[0] for failure in error.failures.values()), error)
     return f"{type(error).__name__}: {error}"[:300]
 
 

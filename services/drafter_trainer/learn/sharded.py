@@ -17,8 +17,9 @@ from drafter_trainer.learn.membership import Members
 from paceline.config import OptimizerConfig
 from paceline.errors import DataLoss
 from paceline.speculators.net import DraftNet
-from paceline.training.checkpoints import copy_local, local_of, sharded_like
+from paceline.training.checkpoints import copy_local, sharded_like
 from paceline.training.optimizer import MOMENTS, NamedAdamW
+from paceline.training.shards import local_of, rows_of
 
 
 class ShardedDrafter:
@@ -196,7 +197,7 @@ def _move_one(
         assert target is not None
         whole = source if shape is None else _collect(source, shape, before)
         for other in reversed(range(after)):
-            part = whole if shape is None else whole[_rows(shape[0], after, other)]
+            part = whole if shape is None else whole[rows_of(shape[0], after, other)]
             if other == 0:
                 target.copy_(part)
             elif part.numel():
@@ -214,17 +215,9 @@ def _move_one(
 def _collect(own: Tensor, shape: tuple[int, ...], members: int) -> Tensor:
     parts = [own]
     for other in range(1, members):
-        rows = _rows(shape[0], members, other)
+        rows = rows_of(shape[0], members, other)
         part = torch.empty(rows.stop - rows.start, *shape[1:], dtype=own.dtype)
         if part.numel():
             dist.recv(part, other)
         parts.append(part)
     return torch.cat(parts)
-
-
-def _rows(count: int, members: int, rank: int) -> slice:
-    """What FSDP2 puts on a rank: even pieces of the first dimension, rounded up, as far as they
-    reach.
-    """
-    piece = -(-count // members)
-    return slice(min(rank * piece, count), min((rank + 1) * piece, count))

@@ -33,6 +33,8 @@ class TerminalLines:
                 self.say(_heldout(message))
             case "saved":
                 self.say(f"step {message['step']}: saved {message['directory']}")
+            case "damaged":
+                self.say(f"{message['fault']}; the step saved before it is taken")
             case "resumed":
                 self.say(f"goes on after step {message['step']}")
             case "answers":

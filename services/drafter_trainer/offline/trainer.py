@@ -35,8 +35,9 @@ from drafter_trainer.offline.target import TargetModel
 from paceline.errors import ConfigError, InvalidInput
 from paceline.speculators.net import DraftNet
 from paceline.training.checkpoints import (
+    PREFIX,
     CheckpointWriter,
-    newest_checkpoint,
+    find_whole,
     read_checkpoint,
     read_state,
     read_whole,
@@ -258,29 +259,34 @@ class OfflineTrainer:
 
         ConfigError: another run's.
         """
-        newest = newest_checkpoint(self._states)
-        if newest is not None and self._config.resume:
-            seen = read_state(newest)["settings"]
-            if other := next(
-                (key for key in self._settings if seen.get(key) != self._settings[key]), None
-            ):
-                raise ConfigError(
-                    f"{self._config.out} holds a run with another {other}; --no-resume or another "
-                    f"--out starts afresh",
-                    seen=self._settings[other],
-                    allowed=seen.get(other),
-                )
-            state = read_checkpoint(newest, self._state(), self._members.group)
-            self._learner.load_state(state["learner"])
-            if self._target.trained:
-                self._target.load_state(state["base"])
-            self._saved = self.step
-            self._tell({"kind": "resumed", "step": self.step})
-
+        if self._config.resume:
+            found = find_whole(self._states, PREFIX, self._members.group)
+            for fault in found.damaged:
+                self._tell({"kind": "damaged", "fault": fault})
+            if found.checkpoint is not None:
+                self._go_on_from(found.checkpoint)
+        elif self._rank == 0:
+            shutil.rmtree(self._states, ignore_errors=True)
         self._members.meet()  # nobody reads any more
-        if newest is not None and not self._config.resume and self._rank == 0:
-            shutil.rmtree(self._states)
         self._log.keep_to(self.step)
+
+    def _go_on_from(self, checkpoint: Path) -> None:
+        seen = read_state(checkpoint)["settings"]
+        if other := next(
+            (key for key in self._settings if seen.get(key) != self._settings[key]), None
+        ):
+            raise ConfigError(
+                f"{self._config.out} holds a run with another {other}; --no-resume or another "
+                f"--out starts afresh",
+                seen=self._settings[other],
+                allowed=seen.get(other),
+            )
+        state = read_checkpoint(checkpoint, self._state())
+        self._learner.load_state(state["learner"])
+        if self._target.trained:
+            self._target.load_state(state["base"])
+        self._saved = self.step
+        self._tell({"kind": "resumed", "step": self.step})
 
 
 def usable(samples: Sequence[Example], limit: int) -> tuple[list[Example], dict[str, int]]:

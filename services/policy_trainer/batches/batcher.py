@@ -4,8 +4,8 @@ dropped, and why.
 A group counts sessions. A session is complete when all its branches are here
 (Trajectory.branch_count), and is trained whole or not at all.
 
-The batcher acknowledges nothing that trained before it is told to (release): until a checkpoint
-holds a step, its entries stay in Redis and can be replayed. It makes no tensors.
+The batcher acknowledges nothing that trained before it is told to (release): until
+checkpoints hold a step, its entries stay in Redis and can be replayed. It makes no tensors.
 """
 
 from __future__ import annotations

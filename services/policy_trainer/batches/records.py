@@ -1,4 +1,4 @@
-"""Records which entries each step trained, on disk until a checkpoint holds the step.
+"""Records which entries each step trained, on disk until two checkpoints hold the step.
 
 The record is written before the optimiser moves: a step that is replayed after a crash then has
 exactly the siblings it had, however many have arrived since.

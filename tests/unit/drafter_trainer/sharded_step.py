@@ -87,17 +87,17 @@ def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner)
         members.meet()
         writer.write(state, 1, members.writing)
     else:
-        begun, gather = threading.Event(), dist.gather_object
+        begun, broadcast = threading.Event(), dist.broadcast
 
         def announced(*args: Any, **kwargs: Any) -> None:
             begun.set()
-            gather(*args, **kwargs)
+            broadcast(*args, **kwargs)
 
-        dist.gather_object = announced
+        dist.broadcast = announced
         writer.write(state, 1, members.writing)
         assert members.size == 1 or begun.wait(30)
         members.meet()
-        dist.gather_object = gather
+        dist.broadcast = broadcast
     writer.wait()
 
 

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_three_ranks_is_read_by_one(
     checkpoint = newest_checkpoint(out.with_suffix(".checkpoints"))
     assert checkpoint is not None
     assert len(list(checkpoint.glob("shards/*.safetensors"))) == 3
-    learner.load_state(read_checkpoint(checkpoint, learner.state(), learner.members.group))
+    learner.load_state(read_checkpoint(checkpoint, learner.state()))
     assert learner.total_steps == 1
     loaded = learner.state()["optimizer"]["state"]
     for name, value in learner.snapshot().state_dict().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.errors import DataLoss, Unavailable
+from paceline.file_hashes import MANIFEST, check_hashes, write_hashes
 from paceline.training.checkpoints import (
+    DAMAGED,
+    PREFIX,
     SHARDS,
     STATE,
     CheckpointWriter,
+    find_whole,
     newest_checkpoint,
     read_checkpoint,
     read_whole,
@@ -54,7 +59,7 @@ def test_the_newest_of_two_is_read_with_all_that_is_no_tensor(tmp_path: Path) ->
     newest = newest_checkpoint(directory)
     assert newest == directory / "checkpoint-10"
     assert sorted(path.name for path in directory.iterdir()) == ["checkpoint-10", "checkpoint-2"]
-    read = read_checkpoint(newest, state(0.0), None)
+    read = read_checkpoint(newest, state(0.0))
     assert read["learner"]["model"]["a.w"].tolist() == [[10.0, 10.0]] * 3
     assert (float(read["learner"]["model"]["b"]), read["learner"]["steps"]) == (10.0, 10)
     assert read["gate"] == {"baseline": None, "gains": [0.5, 10.0]}
@@ -77,35 +82,78 @@ def test_tensors_that_are_new_or_gone_are_left_out(tmp_path: Path) -> None:
         "learner": {"model": {"a.w": torch.zeros(3, 2)}},
         "shadow": {"model": {"w": torch.zeros(2)}},
     }
-    read = read_checkpoint(tmp_path / "checkpoint-1", like, None)
+    read = read_checkpoint(tmp_path / "checkpoint-1", like)
     assert list(read["learner"]["model"]) == ["a.w"]
     assert "shadow" not in read
 
 
-SHARD = f"{SHARDS}/shard-00001-model-00001-of-00001.safetensors"
+SHARD = f"{SHARDS}/rank-0.safetensors"
 
 
-@pytest.mark.parametrize("damaged", [STATE, SHARD])
-def test_a_damaged_file_is_data_loss(tmp_path: Path, damaged: str) -> None:
+def sign(checkpoint: Path) -> None:
+    """Makes the hashes those of the files, as who wants to deceive would."""
+    (checkpoint / MANIFEST).unlink()
+    write_hashes(checkpoint)
+
+
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", [flipped, half, lambda _: None])
+@pytest.mark.parametrize("damaged", [STATE, SHARD, MANIFEST, "model.txt"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damaged: str, damage: Callable[[bytes], bytes | None]
+) -> None:
+    write(tmp_path, 1, 2)
+    file = tmp_path / "checkpoint-2" / damaged
+    changed = damage(file.read_bytes())
+    file.unlink()
+    if changed is not None:
+        file.write_bytes(changed)
+    found = find_whole(tmp_path, PREFIX, None)
+    assert (found.checkpoint, found.newest) == (tmp_path / "checkpoint-1", 2)
+    (fault,) = found.damaged
+    assert "checkpoint-2" in fault
+    assert damaged == MANIFEST or Path(damaged).name in fault
+    assert (tmp_path / f"checkpoint-2{DAMAGED}").is_dir()
+    assert find_whole(tmp_path, PREFIX, None).damaged == ()
+
+
+@pytest.mark.parametrize("place", [STATE, SHARD, MANIFEST, "model.txt"])
+def test_no_flipped_byte_of_a_checkpoint_goes_unseen(tmp_path: Path, place: str) -> None:
     write(tmp_path, 1)
-    file = tmp_path / "checkpoint-1" / damaged
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(DataLoss):
-        read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+    file = tmp_path / "checkpoint-1" / place
+    data = file.read_bytes()
+    for at in range(len(data)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        try:
+            check_hashes(tmp_path / "checkpoint-1")
+        except DataLoss:
+            continue
+        # Between the words of the manifest: it says the same.
+        assert place == MANIFEST
+        assert json.loads(file.read_text()) == json.loads(data)
 
 
-def test_a_shard_that_is_gone_is_data_loss(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    (tmp_path / "checkpoint-1" / SHARD).unlink()
-    with pytest.raises(DataLoss, match="shard-00001"):
-        read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+def test_where_all_are_damaged_none_is_taken(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    for number in (1, 2):
+        (tmp_path / f"checkpoint-{number}" / SHARD).unlink()
+    found = find_whole(tmp_path, PREFIX, None)
+    assert (found.checkpoint, len(found.damaged), found.newest) == (None, 2, 2)
 
 
 def test_a_checkpoint_holds_safetensors_and_json_alone(tmp_path: Path) -> None:
     write(tmp_path, 1)
     checkpoint = tmp_path / "checkpoint-1"
     names = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
-    assert names == {STATE, SHARD, "model.txt"}
+    assert names == {STATE, SHARD, MANIFEST, "model.txt"}
     assert json.loads((checkpoint / STATE).read_text())["learner"] == {"model": {}, "steps": 1}
     assert set(load_file(checkpoint / SHARD)) == {"learner/model/a.w", "learner/model/b"}
 
@@ -120,20 +168,26 @@ class Planted:
         return Path.touch, (self.target,)
 
 
-@pytest.mark.parametrize("place", [STATE, SHARD, f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp"])
+@pytest.mark.parametrize(
+    "place",
+    [STATE, SHARD, MANIFEST, "model.txt", f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp"],
+)
 def test_a_planted_pickle_is_never_executed(tmp_path: Path, place: str) -> None:
     write(tmp_path, 1)
     executed, file = tmp_path / "executed", tmp_path / "checkpoint-1" / place
     planted = pickle.dumps(Planted(executed))
+    needed = place in (STATE, SHARD, MANIFEST)
     known = file.exists()
-    # The size that state.json names: what refuses the file is what is in it.
-    file.write_bytes(planted.ljust(file.stat().st_size if known else 0, b"\0"))
-    if known:
+    file.write_bytes(planted)
+    if known and place != MANIFEST:
+        sign(tmp_path / "checkpoint-1")  # what refuses the file is what is in it
+    if needed:
         with pytest.raises(DataLoss):
-            read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+            read_checkpoint(tmp_path / "checkpoint-1", state(0.0))
     else:
-        read = read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+        read = read_checkpoint(tmp_path / "checkpoint-1", state(0.0))
         assert float(read["learner"]["model"]["b"]) == 1.0
+    find_whole(tmp_path, PREFIX, None)
     assert not executed.exists()
     pickle.loads(planted)
     assert executed.exists(), "the plant does nothing: this test shows nothing"
@@ -145,10 +199,14 @@ def test_a_planted_pickle_is_never_executed(tmp_path: Path, place: str) -> None:
         b"{",
         b"[]",
         b'{"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,400]}}',
-        b'{"__metadata__":{"DCP_SHARDING_INFO":"{"},'
+        b'{"__metadata__":{"rows":"{"},'
         b'"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
-        b'{"__metadata__":{"DCP_SHARDING_INFO":"{}"},'
+        b'{"__metadata__":{"rows":"[]"},'
         b'"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
+        b'{"__metadata__":{"rows":"{\\"learner/model/b\\":[\\"x\\"]}"},'
+        b'"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
+        b'{"__metadata__":{"rows":"{}"},'
+        b'"learner/model/b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
     ],
 )
 def test_a_malformed_header_is_data_loss(tmp_path: Path, header: bytes) -> None:
@@ -156,11 +214,9 @@ def test_a_malformed_header_is_data_loss(tmp_path: Path, header: bytes) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     data = len(header).to_bytes(8, "little") + header + bytes(4)
     (checkpoint / SHARD).write_bytes(data)
-    described = json.loads((checkpoint / STATE).read_text())
-    described["files"] = {Path(SHARD).name: len(data)}
-    (checkpoint / STATE).write_text(json.dumps(described))
+    sign(checkpoint)
     with pytest.raises(DataLoss):
-        read_checkpoint(checkpoint, state(0.0), None)
+        read_checkpoint(checkpoint, state(0.0))
 
 
 def test_the_newest_stay_and_every_nth(tmp_path: Path) -> None:
@@ -175,14 +231,14 @@ def test_another_type_is_data_loss(tmp_path: Path) -> None:
     write(tmp_path, 1)
     like = {"learner": {"model": {"a.w": torch.zeros(3, 2, dtype=torch.bfloat16)}}}
     with pytest.raises(DataLoss, match="bfloat16"):
-        read_checkpoint(tmp_path / "checkpoint-1", like, None)
+        read_checkpoint(tmp_path / "checkpoint-1", like)
 
 
 def test_another_shape_is_data_loss(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with pytest.raises(DataLoss, match=r"a\.w"):
         read_checkpoint(
-            tmp_path / "checkpoint-1", {"learner": {"model": {"a.w": torch.zeros(4, 2)}}}, None
+            tmp_path / "checkpoint-1", {"learner": {"model": {"a.w": torch.zeros(4, 2)}}}
         )
 
 

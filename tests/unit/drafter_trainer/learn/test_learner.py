@@ -104,9 +104,7 @@ def test_a_state_that_went_over_the_disk_goes_on_exactly(tmp_path: Path) -> None
     writer.write(first.state(), 1, first.members.writing)
     learn(first, 4, 6)  # training goes on while it is written
     writer.wait()
-    second.load_state(
-        read_checkpoint(tmp_path / "checkpoint-1", second.state(), second.members.group)
-    )
+    second.load_state(read_checkpoint(tmp_path / "checkpoint-1", second.state()))
     assert second.total_steps == 2
     learn(second, 4, 8)
     assert same(weights(second), weights(whole))

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import OptimizerConfig, RunConfig
 from paceline.errors import ConfigError, DataLoss
+from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
 from paceline.training import STORE_VARIABLE
 from policy_trainer.batches.batch import TrainBatch, make_batch
@@ -122,6 +123,7 @@ def test_a_checkpoint_of_another_trainer_is_data_loss(
     state = json.loads(described.read_text())
     del state["progress"]
     described.write_text(json.dumps(state))
+    write_hashes(described.parent)
     with pytest.raises(DataLoss, match="step-0"):
         trainer(learner(model_dir, mesh), model_dir, tmp_path).resume()
 

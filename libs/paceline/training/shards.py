@@ -1,0 +1,137 @@
+"""Writes and reads sharded tensors as safetensors files, one a rank, for any number of ranks.
+
+Of a tensor that is sharded, by rows as FSDP2 does, each file has its rank's rows; the header's
+metadata has under `rows` the first of them and how many there are in all. Other tensors stand whole
+in rank 0's file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.errors import DataLoss
+from paceline.tensors import NamedTensor, from_numpy, safetensors_header
+
+ROWS = "rows"
+Piece = tuple[int, int | None, Any]
+"""(first row, rows of the whole tensor, or None where the piece is whole, slices of the piece)."""
+
+
+def rows_of(count: int, ranks: int, rank: int) -> slice:
+    """What FSDP2 puts on a rank: even pieces of the first dimension, rounded up, as far as they
+    reach.
+    """
+    piece = -(-count // ranks)
+    return slice(min(rank * piece, count), min((rank + 1) * piece, count))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, live; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor], *, rank: int) -> str:
+    """Writes what this rank holds of the tensors; returns the file's sha256, hex."""
+    held, rows = [], {}
+    for name, tensor in tensors.items():
+        here = _sharded_rows(tensor)
+        if here is not None:
+            rows[name] = [here.start, tensor.shape[0]]
+        if rank == 0 or (here is not None and here.start < here.stop):
+            held.append(_named(name, local_of(tensor)))
+
+    digest = hashlib.sha256()
+    header = safetensors_header((one.layout for one in held), {ROWS: json.dumps(rows)})
+    with path.open("wb", buffering=0) as file:
+        for view in (memoryview(header), *(one.view for one in held)):
+            digest.update(view)
+            while view:
+                view = view[file.write(view) :]
+    return digest.hexdigest()
+
+
+def read_shards(files: Sequence[Path], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Overwrites the tensors, however they are sharded, with those of the files; returns the names
+    that were found.
+
+    Raises DataLoss when a shape or a dtype differs or rows are missing, and what safetensors and
+    JSON raise for a file that is no such shard.
+    """
+    with ExitStack() as stack:
+        pieces: dict[str, list[Piece]] = {}
+        for path in files:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            rows = json.loads(file.metadata()[ROWS])
+            for name in set(file.keys()) & tensors.keys():
+                piece = (*rows.get(name, (0, None)), file.get_slice(name))
+                pieces.setdefault(name, []).append(piece)
+        for name, found in pieces.items():
+            _fill(name, tensors[name], found)
+    return set(pieces)
+
+
+def _fill(name: str, tensor: Tensor, pieces: Sequence[Piece]) -> None:
+    if not tensor.shape:
+        ((_, _, whole),) = pieces
+        _take(name, local_of(tensor), whole[...], list(whole.get_shape()), tensor)
+        return
+    here = _sharded_rows(tensor) or slice(0, tensor.shape[0])
+    held = 0
+    for first, count, piece in pieces:
+        shape = piece.get_shape()
+        last = first + shape[0] if shape else first
+        begin, end = max(first, here.start), max(min(last, here.stop), here.start)
+        whole = [last if count is None else count, *shape[1:]]
+        target = local_of(tensor)[begin - here.start : end - here.start]
+        _take(name, target, piece[begin - first : max(end, begin) - first], whole, tensor)
+        held += last - first
+    if held != tensor.shape[0]:
+        raise DataLoss(
+            f"a checkpoint misses a part of {name}", seen=f"{held} rows", allowed=tensor.shape[0]
+        )
+
+
+def _take(name: str, target: Tensor, part: Tensor, shape: Sequence[int], tensor: Tensor) -> None:
+    """Copies a piece, of a whole tensor of that shape, into its place."""
+    seen, allowed = (tuple(shape), part.dtype), (tuple(tensor.shape), tensor.dtype)
+    if seen != allowed:
+        raise DataLoss(f"a checkpoint holds another {name}", seen=seen, allowed=allowed)
+    target.copy_(part)
+
+
+def _sharded_rows(tensor: Tensor) -> slice | None:
+    """Rows of a sharded tensor that are on this rank; None where it is whole."""
+    if not isinstance(tensor, DTensor):
+        return None
+    (placement,), mesh = tensor.placements, tensor.device_mesh
+    if not placement.is_shard():
+        return None
+    assert placement.is_shard(0), f"only rows are sharded here, not {placement}"
+    here = rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank())
+    assert len(tensor.to_local()) == here.stop - here.start
+    return here
+
+
+def _named(name: str, tensor: Tensor) -> NamedTensor:
+    if tensor.dtype == torch.bfloat16:
+        return from_numpy(name, tensor.detach().view(torch.uint16).numpy(), "BF16")
+    return from_numpy(name, tensor.detach().numpy())
+
+
+def tensors_of(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a nested state by the keys that lead to them, joined by "/"."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield path + key, value
+        elif isinstance(value, Mapping):
+            yield from tensors_of(value, f"{path}{key}/")
