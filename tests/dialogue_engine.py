@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.calls.aside import Aside
 from rollout_gateway.calls.call import Call, Plan
-from rollout_gateway.calls.planner import Planner
+from rollout_gateway.calls.planner import Asked, Planner
+from rollout_gateway.chat.messages import ChatRequest
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.nouns import Capability
@@ -101,7 +103,7 @@ class Desk:
             max_sequence_tokens=LONGEST,
             capabilities=[str(one) for one in Capability],
         )
-        self.planner = Planner(self.config, codec, self.sessions, lambda: self.ready)
+        self.planner = Planner(self.config, codec, self.sessions, lambda: self.ready, Aside())
         self.engine = DialogueEngine(codec, self.sessions)
         self._names = itertools.count()
 
@@ -110,15 +112,23 @@ class Desk:
         """One that no completion had."""
         return f"c{next(self._names)}"
 
+    def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
+        """Plans of one conversation."""
+        return done(self.planner.chat(asked, request))
+
+    def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
+        """Plans of prompts."""
+        return done(self.planner.completions(asked, prompts))
+
     def answer(self, plan: Plan, saying: Saying) -> Call:
         """The plan, run."""
         self.engine.saying = saying
         return done(Call(self.engine, plan).run())
 
 
-def sampling(**change: Any) -> Callable[[int, int], tpb.SamplingParams]:
+def sampling(**change: Any) -> Callable[[int], tpb.SamplingParams]:
     """Trainable unless changed."""
-    return lambda index, room: tpb.SamplingParams(
+    return lambda room: tpb.SamplingParams(
         **{"temperature": 1.0, "max_tokens": min(room, 64), **change}
     )
 

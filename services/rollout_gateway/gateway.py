@@ -22,6 +22,7 @@ from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 from rollout_gateway import metrics
+from rollout_gateway.calls.aside import Aside
 from rollout_gateway.calls.call import Call, Plan
 from rollout_gateway.calls.checks import check_arm
 from rollout_gateway.calls.planner import Planner
@@ -92,7 +93,10 @@ class Gateway:
         self.sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
         self.equipment = Equipment(self.sandbox, config.environments)
-        self.planner = Planner(config, self.codec, self.agents.sessions, lambda: self.router.ready)
+        self.aside = Aside()
+        self.planner = Planner(
+            config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
+        )
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self.router.on_ready = self._equip
@@ -112,6 +116,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """End workers, send what waits for a few seconds, close connections."""
+        self.aside.stop()
         await self.router.stop()
         await self.rewards.stop()
         await self.agents.stop()

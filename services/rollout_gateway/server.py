@@ -21,6 +21,8 @@ from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
 from rollout_gateway.api.grpc import RolloutServicer
 from rollout_gateway.api.http.app import build_app
+from rollout_gateway.api.http.bodies import most_bytes
+from rollout_gateway.api.http.protocol import BoundedProtocol
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.gateway import Gateway
 
@@ -84,6 +86,8 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
         add_weight_service, WeightServicer(gateway.spool, guard, gateway.weights), SERVICE_NAME
     )
     await gateway.start()
+    longest = gateway.router.ready.max_sequence_tokens
+    server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
     try:
         http, http_task, http_port = await _start_http(gateway)
         try:
@@ -123,7 +127,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
         log_config=None,
         access_log=False,
         lifespan="off",
-        http="httptools",
+        http=BoundedProtocol,
         timeout_graceful_shutdown=int(STOP_GRACE_S),
         ssl_certfile=security.tls_cert or None,
         ssl_keyfile=security.tls_key or None,

@@ -165,7 +165,7 @@ class World:
     def _planned(self, talk: Talk) -> list[Plan]:
         count = self.data.draw(st.sampled_from([1, 1, 2]))
         asked = Asked(Caller(self.where), sampling(), self.desk.name, count)
-        plans = self.desk.planner.chat(asked, talk.request)
+        plans = self.desk.chat(asked, talk.request)
         for plan in plans:
             self._check_extends(talk, plan)
         return plans
@@ -311,7 +311,7 @@ def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(
     system = data.draw(st.lists(plain_texts.map(lambda text: Message("system", text)), max_size=1))
     request = ChatRequest((*system, Message("user", data.draw(plain_texts))), TOOLS)
     for _ in range(data.draw(st.integers(1, 5))):
-        (plan,) = desk.planner.chat(Asked(Caller(where), sampling(), desk.name), request)
+        (plan,) = desk.chat(Asked(Caller(where), sampling(), desk.name), request)
         assert codec.decode_all(plan.prompt) == bos + rendered(model, request)
         said = data.draw(canonical(model))
         message = desk.answer(plan, Saying((*codec.encode_piece(said), *end))).message
@@ -344,7 +344,7 @@ def test_a_client_without_a_session_is_found_again_by_its_messages(
     last: dict[int, Turn] = {}
     for number in data.draw(st.lists(st.integers(0, len(talks) - 1), min_size=1, max_size=8)):
         talk = talks[number]
-        (plan,) = desk.planner.chat(Asked(Caller(), sampling(), desk.name), talk.request)
+        (plan,) = desk.chat(Asked(Caller(), sampling(), desk.name), talk.request)
         assert plan.session is not None
         assert plan.session is sessions.setdefault(number, plan.session)
         assert plan.parent is last.get(number)

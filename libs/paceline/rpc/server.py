@@ -49,8 +49,10 @@ class Server:
         self._credentials = server_credentials(security)
         self._health = Health()
         self._names: list[str] = []
+        self.caps: dict[str, int] = {}
+        """Bytes of a request at most, by "/service/method"; MESSAGE_CAP where none is named."""
         self._server = grpc.aio.server(
-            interceptors=[GuardedCalls(security, unary_cap_s)],
+            interceptors=[GuardedCalls(security, unary_cap_s, self.caps)],
             options=_OPTIONS,
             maximum_concurrent_rpcs=_CONCURRENT_CALLS,
         )

@@ -6,7 +6,7 @@ Owns no method.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -51,8 +51,12 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     without a deadline gets `unary_cap_s`; calls that stream either way may last.
     """
 
-    def __init__(self, security: SecurityConfig, unary_cap_s: float) -> None:
+    def __init__(
+        self, security: SecurityConfig, unary_cap_s: float, caps: Mapping[str, int]
+    ) -> None:
+        """`caps`: bytes of a request at most, by method; looked at with each call."""
         self._security = security
+        self._caps = caps
         self._unary_cap_s = unary_cap_s
 
     async def intercept_service(
@@ -66,7 +70,11 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         around = _told if call.method.startswith(HEALTH) else partial(self._around, call)
         several = bool(found.request_streaming)
-        parsed = partial(_all_parsed if several else _parsed, found.request_deserializer)
+        parsed = partial(
+            _all_parsed if several else _parsed,
+            found.request_deserializer,
+            self._caps.get(call.method),
+        )
         if found.response_streaming:
             behavior = found.stream_stream if several else found.unary_stream
             answer = self._stream(around, behavior, parsed)
@@ -159,8 +167,15 @@ async def _told(context: Any) -> AsyncIterator[None]:
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
 
 
-def _parsed(deserialize: _Parser | None, raw: bytes) -> Any:
-    """A request from its bytes, or these. Raises InvalidInput when they are none."""
+def _parsed(deserialize: _Parser | None, cap: int | None, raw: bytes) -> Any:
+    """A request from its bytes, or these. Raises InvalidInput when they are none or too many."""
+    if cap is not None and len(raw) > cap:
+        raise InvalidInput(
+            "the request is too large",
+            reason="BODY_TOO_LARGE",
+            seen=f"{len(raw)} bytes",
+            allowed=f"{cap} bytes",
+        )
     if deserialize is None:
         return raw
     try:
@@ -175,10 +190,10 @@ def _parsed(deserialize: _Parser | None, raw: bytes) -> Any:
 
 
 async def _all_parsed(
-    deserialize: _Parser | None, several: AsyncIterator[bytes]
+    deserialize: _Parser | None, cap: int | None, several: AsyncIterator[bytes]
 ) -> AsyncIterator[Any]:
     async for raw in several:
-        yield _parsed(deserialize, raw)
+        yield _parsed(deserialize, cap, raw)
 
 
 def _known(error: Exception, method: str) -> PacelineError:

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from paceline.errors import InvalidInput
@@ -13,7 +14,7 @@ from paceline.messages import trajectory_to_proto, versions_to_proto
 from paceline.rpc import EpochGuard
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
-from rollout_gateway.api.http.bodies import parse
+from rollout_gateway.api.http.bodies import OUTLINE_BYTES, Outline, parse
 from rollout_gateway.api.http.openai.schema import ChatBody
 from rollout_gateway.api.http.sessions import OpenBody
 from rollout_gateway.calls.call import Plan
@@ -43,7 +44,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> AsyncIterator[rpb.GenerateResponse]:
         gateway = self._gateway
         gateway.admit()
-        plan = self._plan(request)
+        plan = await self._plan(request)
         call = gateway.call(plan)
         async with aclosing(call.pieces(stream=True)) as pieces:
             async for piece in pieces:
@@ -163,21 +164,25 @@ class RolloutServicer(RolloutServiceServicer):
             model=gateway.model,
         )
 
-    def _plan(self, request: rpb.GenerateRequest) -> Plan:
-        sessions, planner = self._gateway.agents.sessions, self._gateway.planner
+    async def _plan(self, request: rpb.GenerateRequest) -> Plan:
+        gateway, planner, size = self._gateway, self._gateway.planner, request.ByteSize()
+        sessions, longest = gateway.agents.sessions, gateway.router.ready.max_sequence_tokens
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
-            lambda index, room: request.sampling,
+            lambda room: request.sampling,
             f"gen-{uuid.uuid4().hex}",
             forced_arm=request.forced_arm,
+            size=size,
         )
         match request.WhichOneof("prompt"):
             case "text":
-                return planner.completions(asked, [request.text])[0]
+                return (await planner.completions(asked, [request.text]))[0]
             case "token_ids":
-                return planner.completions(asked, [tuple(request.token_ids.ids)])[0]
+                return (await planner.completions(asked, [request.token_ids.ids]))[0]
             case "conversation":
-                return planner.chat(asked, conversation(request.conversation))[0]
+                given = request.conversation
+                read = partial(conversation, given, longest)
+                return (await planner.chat(asked, await gateway.aside.run(size, read)))[0]
             case _:
                 raise InvalidInput(
                     "the request has no prompt", allowed="text, token_ids or conversation"
@@ -200,8 +205,8 @@ def _opened(session: Session, task: EpisodeTask | None = None) -> rpb.OpenSessio
     return opened
 
 
-def conversation(given: rpb.Conversation) -> ChatRequest:
-    """A conversation in the JSON of chat completions.
+def conversation(given: rpb.Conversation, longest: int) -> ChatRequest:
+    """A conversation in the JSON of chat completions, for a model that reads `longest` tokens.
 
     Raises InvalidInput naming the wrong field.
     """
@@ -211,4 +216,8 @@ def conversation(given: rpb.Conversation) -> ChatRequest:
     parts = {"messages": given.messages_json or "[]", "tools": given.tools_json or "null"}
     listed = [f'"{name}":{text}' for name, text in parts.items()]
     raw = "{" + ",".join([*listed, f'"tool_choice":{json.dumps(choice)}']) + "}"
-    return parse(ChatBody, raw.encode()).request()
+    encoded = raw.encode()
+    outline = Outline(longest)
+    for start in range(0, len(encoded), OUTLINE_BYTES):
+        outline.add(encoded[start : start + OUTLINE_BYTES])
+    return parse(ChatBody, encoded).request()

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from paceline.errors import TrainabilityError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.calls.aside import Aside
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
 from rollout_gateway.chat.prompts import ChatPrompts, Known
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.session import Caller, Session
 from rollout_gateway.sessions.tree import Turn
 
-AskedSampling = Callable[[int, int], tpb.SamplingParams]
-"""(choice, tokens left in the sequence) -> how to draw it, as the caller's door spells it."""
+AskedSampling = Callable[[int], tpb.SamplingParams]
+"""Tokens left in the sequence -> how to draw the first choice, as the caller's door spells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,9 @@ class Asked:
     caller: Caller
     sampling: AskedSampling
     completion_id: str
-    count: int = 1  # of each prompt
+    count: int = 1  # of each prompt; with a seed, choice i draws with seed + i
     forced_arm: str = ""
+    size: int = 0  # bytes of the request
 
 
 class Planner:
@@ -48,52 +51,68 @@ class Planner:
         codec: TextCodec,
         sessions: Sessions,
         ready: Callable[[], pb.WorkerReady],
+        aside: Aside,
     ) -> None:
         self._config = config
         self._codec = codec
         self._sessions = sessions
         self._ready = ready
+        self._aside = aside
         self._prompts = ChatPrompts(config.chat, codec)
 
-    def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
+    async def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
         """Answers to one conversation.
 
         Raises InvalidInput for what cannot be rendered, drawn or trained.
         """
         if request.tool_choice.mode == "none":
             request = replace(request, tools=(), tool_choice=ToolChoice())
-        digests = request.digests()
+        digests = await self._aside.run(asked.size, request.digests)
         given = asked.caller.session
         session = given or self._sessions.by_conversation(digests)
         found = session.tree.extended_by_messages(digests) if session is not None else None
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
-        prompt = self._prompts.prompt(request, known)
+        longest = self._longest
+        prompt = await self._aside.run(
+            asked.size, lambda: self._prompts.prompt(request, known, longest)
+        )
         plan = Plan(
             prompt.ids,
             parent=turn if prompt.goes_on else None,
             digest=digests[-1],
             parser=prompt.parser,
         )
-        return self._within(session, self._drawn(asked, [plan]), implicit=given is None)
+        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, [plan]))
+        return self._within(session, plans, implicit=given is None)
 
-    def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
+    async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
         """Continuations of each prompt, text or token ids."""
-        plans = [self._continued(asked.caller, prompt) for prompt in prompts]
-        return self._within(asked.caller.session, self._drawn(asked, plans), implicit=False)
+        found = [await self._continued(asked, prompt) for prompt in prompts]
+        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found))
+        return self._within(asked.caller.session, plans, implicit=False)
 
-    def _continued(self, caller: Caller, prompt: str | Sequence[int]) -> Plan:
-        tree = caller.session.tree if caller.session is not None else None
+    @property
+    def _longest(self) -> int:
+        """Tokens of a prompt at most: one is left for the answer."""
+        return self._ready().max_sequence_tokens - 1
+
+    async def _continued(self, asked: Asked, prompt: str | Sequence[int]) -> Plan:
+        session, longest = asked.caller.session, self._longest
+        tree = session.tree if session is not None else None
         parent: Turn | None = None
         if isinstance(prompt, str):
             found = tree.extended_by_text(prompt) if tree is not None else None
             if found is None:
-                ids = self._codec.encode(prompt)
+                encode = partial(self._codec.encode, prompt, longest)
+                ids = await self._aside.run(asked.size, encode)
             else:
                 parent, rest = found
-                ids = (*parent.token_ids, *self._codec.encode_piece(rest))
+                encode = partial(self._codec.encode_piece, rest, longest)
+                ids = (*parent.token_ids, *await self._aside.run(asked.size, encode))
             text = prompt if tree is not None else ""
             return Plan(ids, parent=parent, prompt_text=text)
+        check_length(len(prompt), longest)
         ids = tuple(prompt)
         extended = tree.extended_by_tokens(ids) if tree is not None else None
         return Plan(ids, parent=extended[0] if extended is not None else None)
@@ -104,14 +123,17 @@ class Planner:
         drawn: list[Plan] = []
         for plan in plans:
             room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
+            sampling = wire.sampling_from(asked.sampling(room))
+            check_request(ready, plan.prompt, sampling, asked.forced_arm)
+            unseeded = sampling.seed == UNSEEDED
             for index in range(asked.count):
-                sampling = wire.sampling_from(asked.sampling(index, room))
-                check_request(ready, plan.prompt, sampling, asked.forced_arm)
                 name = asked.completion_id if single else f"{asked.completion_id}:{len(drawn)}"
                 drawn.append(
                     replace(
                         plan,
-                        sampling=sampling,
+                        sampling=sampling
+                        if unseeded
+                        else replace(sampling, seed=sampling.seed + index),
                         completion_id=name,
                         forced_arm=asked.forced_arm,
                         queue_key=asked.caller.queue_key,

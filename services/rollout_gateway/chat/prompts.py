@@ -53,15 +53,18 @@ class ChatPrompts:
         known = config.reasoning == "auto" and knows_reasoning(codec.template_source)
         self._reasoning = known or config.reasoning == "think"
 
-    def prompt(self, request: ChatRequest, known: Known | None) -> ChatPrompt:
+    def prompt(
+        self, request: ChatRequest, known: Known | None, longest: int | None = None
+    ) -> ChatPrompt:
         """The prompt of a request; `known` is the turn that it goes on from.
 
-        Raises InvalidInput for what cannot be rendered or forced.
+        Raises InvalidInput for what cannot be rendered or forced, and where more than `longest`
+        tokens are to be made.
         """
-        ids, goes_on = self._history(request, known)
+        ids, goes_on = self._history(request, known, longest)
         inside = self._reasoning and opens_reasoning(self._codec.decode_all(ids[-PROMPT_END:]))
         forced = self._forced(request, inside)
-        ids += self._codec.encode_piece(forced + request.prefill)
+        ids += self._codec.encode_piece(forced + request.prefill, longest)
         tools = self._format if request.tools and request.tool_choice.mode != "none" else None
 
         def parser() -> ChatParser:
@@ -75,15 +78,18 @@ class ChatPrompts:
 
         return ChatPrompt(ids, goes_on, parser)
 
-    def _history(self, request: ChatRequest, known: Known | None) -> tuple[tuple[int, ...], bool]:
+    def _history(
+        self, request: ChatRequest, known: Known | None, longest: int | None
+    ) -> tuple[tuple[int, ...], bool]:
         """All tokens up to where the model speaks, and whether the known turn's begin them."""
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
-            rest = self._codec.encode_after(request, known.messages - 1, known.response_ids)
+            before = known.messages - 1
+            rest = self._codec.encode_after(request, before, known.response_ids, longest)
             if rest is not None:
                 return (*known.token_ids, *rest), True
-        return self._codec.encode_chat(request), False
+        return self._codec.encode_chat(request, longest), False
 
     def _forced(self, request: ChatRequest, inside: bool) -> str:
         """How the answer has to begin; empty when it may be anything.

@@ -16,12 +16,18 @@ from tokenizers import Tokenizer
 from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.chat.messages import ChatRequest
 from rollout_gateway.chat.template import ChatTemplate, read_template
+from rollout_gateway.engines.sampling import check_length
 
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""
 LONGEST_BROKEN = 16
 """Tokens held back at most while no whole character appears; broken bytes are given out after that.
 """
+
+CHARACTERS_PER_TOKEN = 8
+"""More than the tokens of any common text have: a text with more is looked at in parts first."""
+SHORTEST_PART = 64
+"""Tokens for which a part is made at least."""
 
 
 class TextCodec:
@@ -59,15 +65,18 @@ class TextCodec:
         """Its text; empty for a model without one."""
         return "" if self._template is None else self._template.source
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text, with the special tokens the model puts around one (bos)."""
-        return self._ids(text, bos=True)
+    def encode(self, text: str, longest: int | None = None) -> tuple[int, ...]:
+        """Ids of a text, with the special tokens the model puts around one (bos).
 
-    def encode_piece(self, text: str) -> tuple[int, ...]:
-        """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts
-        before a first word.
+        Raises InvalidInput for more than `longest` of them, without making all of far too many.
         """
-        ids = self._ids(text)
+        return self._ids(text, bos=True, longest=longest)
+
+    def encode_piece(self, text: str, longest: int | None = None) -> tuple[int, ...]:
+        """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts
+        before a first word. Raises InvalidInput for more than `longest` of them.
+        """
+        ids = self._ids(text, longest=longest)
         if self._within is self._tokenizer:
             return ids
         # Words behind a special token keep the space that this tokenizer gives them everywhere.
@@ -77,8 +86,8 @@ class TextCodec:
     def _before_added(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(itertools.takewhile(lambda one: one not in self._added, ids))
 
-    def _ids(self, text: str, *, bos: bool = False) -> tuple[int, ...]:
-        return _encoded(self._tokenizer, text, bos=bos)
+    def _ids(self, text: str, *, bos: bool = False, longest: int | None = None) -> tuple[int, ...]:
+        return _encoded(self._tokenizer, text, bos=bos, longest=longest)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; broken characters become U+FFFD."""
@@ -88,26 +97,26 @@ class TextCodec:
         """Text of one token, special ones by their name."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
+    def encode_chat(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template.
 
-        Raises InvalidInput without one or when it refuses.
+        Raises InvalidInput without one, when it refuses, and for more than `longest` ids.
         """
-        ids = self._ids(self.template.render(request))
+        ids = self._ids(self.template.render(request), longest=longest)
         # A template that does not write bos itself gets it from the tokenizer, once.
         return ids if self._front == ids[: len(self._front)] else self._front + ids
 
     def encode_after(
-        self, request: ChatRequest, index: int, said: Sequence[int]
+        self, request: ChatRequest, index: int, said: Sequence[int], longest: int | None = None
     ) -> tuple[int, ...] | None:
         """Ids that follow the assistant's message `index`, which the model said as `said`; None
-        when it is hidden.
+        when it is hidden. Raises InvalidInput for more than `longest` of them.
         """
         text = self.template.after(request, index)
         if text is None:
             return None
         end = self._special.get(said[-1], "") if said else ""
-        return self.encode_piece(text.removeprefix(end))
+        return self.encode_piece(text.removeprefix(end), longest)
 
     def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
         """Decoder of one growing response; of the special tokens only those spelled in `keep`
@@ -228,13 +237,38 @@ def _front(tokenizer: Tokenizer) -> tuple[int, ...]:
     )
 
 
-def _encoded(tokenizer: Tokenizer, text: str, *, bos: bool = False) -> tuple[int, ...]:
+def _encoded(
+    tokenizer: Tokenizer, text: str, *, bos: bool = False, longest: int | None = None
+) -> tuple[int, ...]:
     try:
-        return tuple(tokenizer.encode(text, add_special_tokens=bos).ids)
+        if longest is not None:
+            _refuse_far_too_long(tokenizer, text, longest)
+        found = tokenizer.encode(text, add_special_tokens=bos)
     except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
         raise InvalidInput(
             "the text cannot be spelled in UTF-8", allowed="whole characters"
         ) from error
+    if longest is not None:
+        check_length(max(len(found), 1), longest)  # a list of every id is slow to make
+    return tuple(found.ids)
+
+
+def _refuse_far_too_long(tokenizer: Tokenizer, text: str, longest: int) -> None:
+    """Raises InvalidInput when a beginning of the text has twice the tokens that all may have.
+
+    A text has fewer tokens than its parts, but not half as many: only the words at the cuts differ.
+    """
+    part, tokens = max(longest, SHORTEST_PART) * CHARACTERS_PER_TOKEN, 0
+    if len(text) <= part:
+        return
+    for start in range(0, len(text), part):
+        tokens += len(tokenizer.encode(text[start : start + part], add_special_tokens=False))
+        if tokens > 2 * longest:
+            raise InvalidInput(
+                "prompt does not fit",
+                seen=f"{len(text)} characters",
+                allowed=f"1 to {longest} tokens",
+            )
 
 
 def _overlap(text: str, stop: str) -> int:

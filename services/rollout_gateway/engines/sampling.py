@@ -16,6 +16,11 @@ UNSEEDED = -1
 MAX_BIASED_TOKENS = 300
 """Entries of a request's logit bias at most."""
 
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
+"""Texts that end a response, and characters of one, at most: each is looked for at every token."""
+MAX_STOP_TOKENS = 1024
+"""Token ids that end a response at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -100,6 +105,14 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
     if not all(sampling.stop):
         raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
+    stops = {
+        "stop has too many texts": (len(sampling.stop), MAX_STOPS),
+        "stop holds too long a text": (max(map(len, sampling.stop), default=0), MAX_STOP_LENGTH),
+        "stop_token_ids has too many entries": (len(sampling.stop_token_ids), MAX_STOP_TOKENS),
+    }
+    for wrong, (seen, most) in stops.items():
+        if seen > most:
+            raise InvalidInput(wrong, seen=seen, allowed=f"at most {most}")
     if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
         raise InvalidInput(
             "logit_bias has too many entries",
@@ -120,13 +133,17 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
             )
 
 
+def check_length(tokens: int, longest: int) -> None:
+    """Raises InvalidInput for a prompt of so many tokens where `longest` are taken."""
+    if not 1 <= tokens <= longest:
+        raise InvalidInput(
+            "prompt does not fit", seen=f"{tokens} tokens", allowed=f"1 to {longest} tokens"
+        )
+
+
 def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: int) -> None:
     """Raises InvalidInput for tokens that the engine cannot take."""
-    longest = max_sequence_tokens - 1
-    if not 1 <= len(prompt) <= longest:
-        raise InvalidInput(
-            "prompt does not fit", seen=f"{len(prompt)} tokens", allowed=f"1 to {longest} tokens"
-        )
+    check_length(len(prompt), max_sequence_tokens - 1)
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         seen = max(prompt) if min(prompt) >= 0 else min(prompt)
         raise InvalidInput(

@@ -79,26 +79,26 @@ class _SessionModel:
         self._session = session
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return self._gateway.codec.encode(text)
+        return self._gateway.codec.encode(text, self._gateway.router.ready.max_sequence_tokens)
 
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
-        call = await self._run(self._gateway.planner.completions(self._asked, [prompt]))
+        call = await self._run(await self._gateway.planner.completions(self._asked(), [prompt]))
         return TextTurn(tuple(call.whole.token_ids), call.text, call.finish)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatTurn:
         request = ChatRequest(tuple(messages), tuple(tools))
-        call = await self._run(self._gateway.planner.chat(self._asked, request))
+        asked = self._asked(sum(len(message.content) for message in messages))
+        call = await self._run(await self._gateway.planner.chat(asked, request))
         return ChatTurn(call.message or Message("assistant", call.text), call.finish)
 
-    @property
-    def _asked(self) -> Asked:
+    def _asked(self, size: int = 0) -> Asked:
         name = f"{self._session.session_id}.{self._session.generations}"
         arm = self._job.request.forced_arm
-        return Asked(Caller(self._session), self._sampling, name, forced_arm=arm)
+        return Asked(Caller(self._session), self._sampling, name, forced_arm=arm, size=size)
 
-    def _sampling(self, index: int, room: int) -> tpb.SamplingParams:
+    def _sampling(self, room: int) -> tpb.SamplingParams:
         sampling = tpb.SamplingParams()
         sampling.CopyFrom(self._job.request.sampling)
         sampling.ClearField("seed")  # the session's

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
 import pytest
 
+from paceline.local.patience import patient
 from rollout_gateway.api.http.bodies import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -132,6 +134,61 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(served: Any) -> N
 
         for path in (CHAT, MESSAGES):
             told(path, await http.post(path, content=endless(), headers=JSON), 413)
+
+
+async def test_what_would_hold_everybody_up_is_refused_by_its_field(served: Any) -> None:
+    long, call = "x" * 600_000, {"id": "a", "function": {"name": "f", "arguments": ""}}
+    call["function"] = {"name": "f", "arguments": long}
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": long}
+    tools = [{"type": "function", "function": {"name": f"f{one}"}} for one in range(1025)]
+    async with still_well(served) as http:
+        for path, field, body in (
+            (CHAT, "messages", {"messages": HI * 4097}),
+            (MESSAGES, "messages", {"messages": HI * 4097}),
+            (RESPONSES, "input", {"input": HI * 4097}),
+            (CHAT, "tools", {"tools": tools}),
+            (CHAT, "stop", {"stop": ["x" * 1025]}),
+            (COMPLETIONS, "logit_bias", {"logit_bias": {str(one): 1 for one in range(301)}}),
+            (COMPLETIONS, "prompt[0]", {"prompt": [1.5] * 30_000}),
+            (RESPONSES, "input[0].arguments", {"input": [item]}),
+        ):
+            await refused(http, path, field, body)
+        arguments = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+        await refused(http, CHAT, "messages[0].tool_calls[0].function.arguments", arguments)
+        for many in ({"model": [{}] * 8200}, {"prompt": [1] * 50_000}):
+            told(COMPLETIONS, await http.post(COMPLETIONS, json={"prompt": "Hi", **many}), 413)
+
+
+async def test_a_body_that_does_not_end_in_time_is_refused(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_gateway.api.http.bodies.BODY_DEADLINE_S", 0.1)
+    async with still_well(served) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            b'content-type: application/json\r\ncontent-length: 9\r\n\r\n{"model"'
+        )
+        assert (await asyncio.wait_for(reader.readline(), patient(10))).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "parts", [[b"x: ", b"y" * 65_536], [b"a:b\r\n" * 10_000], [b"z:z\r\n" * 300 + b"\r\n"]]
+)
+async def test_a_head_without_bounds_is_refused(served: Any, parts: list[bytes]) -> None:
+    async with still_well(served) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n" + parts[0])
+        answer = b""
+        with suppress(ConnectionError):
+            for _ in range(100):  # far more than a head may have
+                writer.write(parts[-1])
+                await writer.drain()
+            answer = await asyncio.wait_for(reader.read(), patient(10))
+        assert not answer or answer.startswith(b"HTTP/1.1 400")
+        assert reader.at_eof() or answer or writer.is_closing()
+        writer.close()
 
 
 async def test_a_prompt_longer_than_the_model_reads_is_refused(served: Any) -> None:

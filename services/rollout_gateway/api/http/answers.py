@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from rollout_gateway.api.http.keys import gateway_of
 from rollout_gateway.api.http.shapes import SampledBody
 from rollout_gateway.calls.call import Call, Piece, Plan
 from rollout_gateway.calls.planner import Asked
-from rollout_gateway.chat.messages import Delta, ToolCallDelta
+from rollout_gateway.chat.messages import ChatRequest, Delta, ToolCallDelta
 from rollout_gateway.sessions.session import Caller
 
 Event = dict[str, Any]
@@ -39,13 +39,14 @@ class Answers(ABC, Generic[B]):
 
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         self.body = body
+        self.size: int = request.state.body_bytes
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self._gateway = gateway_of(request)
         self._caller = caller
         self._created = int(time.time())
 
     @abstractmethod
-    def plans(self) -> list[Plan]:
+    async def plans(self) -> list[Plan]:
         """What to generate. Raises InvalidInput for what is not served."""
 
     @abstractmethod
@@ -53,7 +54,12 @@ class Answers(ABC, Generic[B]):
         """The answer of a request that does not stream."""
 
     def _asked(self, count: int = 1) -> Asked:
-        return Asked(self._caller, self.body.sampling, self.id, count)
+        return Asked(self._caller, self.body.sampling, self.id, count, size=self.size)
+
+    async def _chat(self, read: Callable[[], ChatRequest], count: int = 1) -> list[Plan]:
+        """Plans of the conversation that `read` makes of the body."""
+        request = await self._gateway.aside.run(self.size, read)
+        return await self._gateway.planner.chat(self._asked(count), request)
 
     def first(self) -> Iterable[Event]:
         """Events before anything is said."""

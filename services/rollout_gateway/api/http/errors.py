@@ -35,6 +35,7 @@ STATUS = (
 REASONS = {
     "UNAUTHENTICATED": (401, "authentication_error"),
     "NOT_ALLOWED": (403, "permission_error"),
+    "BODY_TIMEOUT": (408, "invalid_request_error"),
     "BODY_TOO_LARGE": (413, "invalid_request_error"),
     "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
 }

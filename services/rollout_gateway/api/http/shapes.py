@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,12 +25,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.sampling import RANGES, Sampling
+from rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 
 _SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "json_schema"}
 _PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
 """Sampling parameters that bodies spell as they are spelled everywhere."""
-MAX_STOPS = 16
+MAX_MESSAGES, MAX_TOOLS = 4096, 1024
+"""Of a conversation at most."""
+MAX_ARGUMENTS = 512 << 10
+"""Characters of a tool call's arguments at most: they are read and written again as JSON."""
 MAX_JSON_DEPTH = 64
 """Objects and arrays inside each other at most, in values that go on to templates and back to
 clients.
@@ -103,6 +106,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
+T = TypeVar("T")
+Several = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong item is told: to find all takes long, and one is shown."""
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
+"""A tool call's arguments as JSON text."""
 JsonValue = Annotated[Any, AfterValidator(_plain)]
 """Any JSON value that can be written again."""
 JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
@@ -139,7 +147,7 @@ Part = Annotated[
     Discriminator(_refusal_or_text),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<other>")],
+    Annotated[str, Tag("<text>")] | Annotated[Several[Part], Tag("<other>")],
     TEXT_OR_OTHER,
 ]
 """Text, or parts of it."""
@@ -206,10 +214,8 @@ class SampledBody(StrictShape):
         """Alternatives per token; None when no log-probs are asked for."""
         return None
 
-    def sampling(self, index: int, room: int) -> tpb.SamplingParams:
-        """How to draw choice `index` with `room` tokens left: with a seed, choice i draws with
-        seed + i.
-        """
+    def sampling(self, room: int) -> tpb.SamplingParams:
+        """How to draw the first choice with `room` tokens left."""
         known = type(self).model_fields.keys() & _PLAIN
         return tpb.SamplingParams(
             **{name: value for name in known if (value := getattr(self, name)) is not None},
@@ -217,7 +223,7 @@ class SampledBody(StrictShape):
             stop=self.stops(),
             top_logprobs=self.wanted_logprobs() or 0,
             json_schema=self.json_schema(),
-            seed=None if self.seed is None else self.seed + index,
+            seed=self.seed,
         )
 
 

@@ -77,7 +77,7 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         answers = kind(request, await bodies.read(request, body), caller)
         gateway = gateway_of(request)
         gateway.admit()
-        calls = [gateway.call(plan) for plan in answers.plans()]
+        calls = [gateway.call(plan) for plan in await answers.plans()]
         answer: Response
         if answers.body.stream:
             answer = EventStream(_events(calls, answers))

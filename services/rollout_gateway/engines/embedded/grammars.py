@@ -14,6 +14,7 @@ is the one that the tokenizer itself takes for it.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ KEPT_GRAMMARS = 16
 one.
 """
 
+FAULT_S = 60.0
+"""Seconds for which a schema that could not be built is not tried again: each try may hold the
+engine up for BUILD_DEADLINE_S.
+"""
+
 Allowed = npt.NDArray[np.bool_]
 """[V] tokens that may follow."""
 
@@ -72,6 +78,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._judge: GrammarJudge | None = None
         self._built: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._faults: dict[str, tuple[float, str]] = {}  # by schema: until when, what is wrong
         self._followed: dict[RunningSequence, _Followed] = {}
 
     @property
@@ -158,9 +165,18 @@ class Grammars:
 
     def _matcher(self, schema: str) -> LLMatcher:
         """A matcher of its own at the beginning. Raises InvalidInput or GrammarFault."""
+        until_s, fault = self._faults.get(schema, (0.0, ""))
+        if time.monotonic() < until_s:
+            raise GrammarFault(fault)
         built = self._built.get(schema)
         if built is None:
-            built = self._built[schema] = self._build(schema)
+            try:
+                built = self._built[schema] = self._build(schema)
+            except GrammarFault as error:
+                if len(self._faults) == KEPT_GRAMMARS:
+                    del self._faults[next(iter(self._faults))]
+                self._faults[schema] = time.monotonic() + FAULT_S, str(error)
+                raise
             if len(self._built) > KEPT_GRAMMARS:
                 self._built.popitem(last=False)
         self._built.move_to_end(schema)

@@ -46,7 +46,7 @@ def chat(
 ) -> list[Plan]:
     asked = {key: change.pop(key) for key in ("tools", "tool_choice", "prefill") if key in change}
     request = ChatRequest(messages, **asked)
-    return desk.planner.chat(Asked(Caller(where), sampling(**change), desk.name, count), request)
+    return desk.chat(Asked(Caller(where), sampling(**change), desk.name, count), request)
 
 
 def text_of(plan: Plan) -> str:
@@ -59,7 +59,7 @@ def test_generations_of_a_session_draw_with_seeds_of_their_own(desk: Desk, base:
         where = session(about=Assignment("run", seed=base))
         found = [plan.sampling.seed for plan in chat(desk, where, USER, count=2)]
         (alone,) = chat(desk, where, USER)
-        plans = desk.planner.completions(Asked(Caller(where), sampling(), "x", 2), ["a", "b"])
+        plans = desk.completions(Asked(Caller(where), sampling(), "x", 2), ["a", "b"])
         return [*found, alone.sampling.seed, *(plan.sampling.seed for plan in plans)]
 
     first = seeds()
@@ -84,7 +84,7 @@ def test_a_seed_of_the_callers_own_is_kept_and_without_any_none_is_set(desk: Des
 def test_every_choice_has_a_name_of_its_own(desk: Desk) -> None:
     assert [plan.completion_id for plan in chat(desk, None, USER, count=2)] == ["c0:0", "c0:1"]
     assert [plan.completion_id for plan in chat(desk, None, USER)] == ["c1"]
-    plans = desk.planner.completions(Asked(Caller(), sampling(), "x", 2), ["a", "b"])
+    plans = desk.completions(Asked(Caller(), sampling(), "x", 2), ["a", "b"])
     assert [plan.completion_id for plan in plans] == ["x:0", "x:1", "x:2", "x:3"]
 
 
@@ -221,7 +221,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_opens_nothing(desk: Desk) -> 
 @pytest.mark.parametrize("ids", [[-1], [1 << 20], []])
 def test_ids_the_model_does_not_have_are_refused(desk: Desk, ids: list[int]) -> None:
     with pytest.raises(InvalidInput, match="prompt"):
-        desk.planner.completions(Asked(Caller(session()), sampling(), "c"), [ids])
+        desk.completions(Asked(Caller(session()), sampling(), "c"), [ids])
 
 
 def test_a_session_to_be_trained_refuses_what_cannot_be(desk: Desk) -> None:
@@ -282,7 +282,7 @@ def test_callers_without_session_have_none_when_it_is_switched_off() -> None:
 
 
 def test_completions_without_a_session_open_none(desk: Desk) -> None:
-    desk.planner.completions(Asked(Caller(), sampling(), "c"), ["a"])
+    desk.completions(Asked(Caller(), sampling(), "c"), ["a"])
     assert len(desk.sessions) == 0
 
 
@@ -316,7 +316,7 @@ def test_text_that_goes_on_extends_the_tokens_that_were_said(desk: Desk) -> None
     where = session()
 
     def planned(prompt: str | list[int]) -> Plan:
-        (plan,) = desk.planner.completions(Asked(Caller(where), sampling(), desk.name), [prompt])
+        (plan,) = desk.completions(Asked(Caller(where), sampling(), desk.name), [prompt])
         return plan
 
     first = planned("12+30=")

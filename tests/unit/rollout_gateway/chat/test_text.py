@@ -191,3 +191,40 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
         TextCodec(tmp_path)
+
+
+@pytest.mark.parametrize("encode", [CODEC.encode, CODEC.encode_piece])
+def test_a_text_of_too_many_tokens_is_refused_and_of_just_as_many_taken(
+    encode: Callable[[str, int], tuple[int, ...]],
+) -> None:
+    longest = len(encode("12 + 34 = ", 100))
+    assert len(encode("12 + 34 = ", longest)) == longest
+    with pytest.raises(InvalidInput, match=f"does not fit.*seen: {longest} tokens"):
+        encode("12 + 34 = ", longest - 1)
+
+
+def test_of_a_far_too_long_text_a_beginning_is_tokenised() -> None:
+    codec, seen = TextCodec(DEMO), 0
+    inner = codec._tokenizer
+
+    class Counting:
+        def encode(self, text: str, **options: bool) -> object:
+            nonlocal seen
+            seen += len(text)
+            return inner.encode(text, **options)
+
+    codec._tokenizer = codec._within = Counting()
+    with pytest.raises(InvalidInput, match="seen: 6000000 characters; allowed: 1 to 255 tokens"):
+        codec.encode("1 + 2 " * 1_000_000, 255)
+    assert seen < 10_000
+
+
+@given(text=st.text(max_size=60), longest=st.integers(1, 40), times=st.integers(1, 40))
+def test_what_is_refused_for_its_parts_is_too_long_as_a_whole(
+    text: str, longest: int, times: int
+) -> None:
+    whole = CODEC.encode(text * times)
+    try:
+        assert CODEC.encode(text * times, longest) == whole
+    except InvalidInput:
+        assert len(whole) > longest

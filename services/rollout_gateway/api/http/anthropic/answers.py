@@ -51,9 +51,9 @@ class AnthropicAnswers(Answers[MessagesBody]):
     prefix = "msg_"
     id_headers = ("x-request-id", "request-id")
 
-    def plans(self) -> list[Plan]:
+    async def plans(self) -> list[Plan]:
         self._blocks = ContentBlocks()
-        plans = self._gateway.planner.chat(self._asked(), self.body.request())
+        plans = await self._chat(self.body.request)
         self._prompt_tokens = len(plans[0].prompt)
         return plans
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -10,14 +11,23 @@ from starlette.responses import JSONResponse, Response
 from rollout_gateway.api.http import bodies
 from rollout_gateway.api.http.anthropic.schema import ConversationBody
 from rollout_gateway.api.http.keys import caller_of, gateway_of
+from rollout_gateway.chat.text import TextCodec
+
+COUNTED_CONTEXTS = 8
+"""A conversation is counted up to so many times what the model reads."""
 
 
 async def count_tokens(request: Request) -> Response:
     """Tokens under the chat template; nothing is generated and no session begins."""
     await caller_of(request)
-    asked = (await bodies.read(request, ConversationBody)).request()
+    body, gateway = await bodies.read(request, ConversationBody), gateway_of(request)
+    counted = COUNTED_CONTEXTS * gateway.router.ready.max_sequence_tokens
+    count = partial(_tokens, body, gateway.codec, counted)
+    return JSONResponse({"input_tokens": await gateway.aside.run(request.state.body_bytes, count)})
+
+
+def _tokens(body: ConversationBody, codec: TextCodec, most: int) -> int:
+    asked = body.request()
     if asked.tool_choice.mode == "none":
         asked = replace(asked, tools=())
-    codec = gateway_of(request).codec
-    tokens = len(codec.encode_chat(asked)) + len(codec.encode_piece(asked.prefill))
-    return JSONResponse({"input_tokens": tokens})
+    return len(codec.encode_chat(asked, most)) + len(codec.encode_piece(asked.prefill, most))

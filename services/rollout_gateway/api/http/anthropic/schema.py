@@ -15,7 +15,8 @@ from pydantic import Field, Tag
 
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
-    MAX_STOPS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     TEXT_OR_OTHER,
     FunctionShape,
     JsonObject,
@@ -24,12 +25,14 @@ from rollout_gateway.api.http.shapes import (
     NullIs,
     Off,
     SampledBody,
+    Several,
     StrictShape,
     TopK,
     by_type,
     joined_text,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
+from rollout_gateway.engines.sampling import MAX_STOPS
 
 FAILED = "Error: "
 """Begins the content of a tool result that is marked as an error: chat templates have no other
@@ -68,7 +71,7 @@ class ToolUseBlock(StrictShape):
 
 _Text = Annotated[TextBlock, Tag("<text>")]
 Texts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Annotated[_Text, by_type()]], Tag("<other>")],
+    Annotated[str, Tag("<text>")] | Annotated[Several[Annotated[_Text, by_type()]], Tag("<other>")],
     TEXT_OR_OTHER,
 ]
 
@@ -98,7 +101,7 @@ Block = Annotated[
     by_type(),
 ]
 Blocks = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Block], Tag("<other>")],
+    Annotated[str, Tag("<text>")] | Annotated[Several[Block], Tag("<other>")],
     TEXT_OR_OTHER,
 ]
 
@@ -190,9 +193,9 @@ class ConversationBody(StrictShape):
     """POST /v1/messages/count_tokens, and what a message needs as well."""
 
     model: str | None = None
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: Several[MessageBody] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: Several[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
 
     def request(self) -> ChatRequest:

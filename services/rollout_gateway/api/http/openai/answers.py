@@ -105,11 +105,11 @@ class CompletionAnswers(_Choices[CompletionBody]):
     prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
 
-    def plans(self) -> list[Plan]:
+    async def plans(self) -> list[Plan]:
         self.body.check()
         prompts = self.body.prompts()
         refuse_above(len(prompts) * self.body.n)
-        return self._gateway.planner.completions(self._asked(self.body.n), prompts)
+        return await self._gateway.planner.completions(self._asked(self.body.n), prompts)
 
     def _said(self, call: Call) -> dict[str, Any]:
         return {"text": call.text}
@@ -138,9 +138,9 @@ class ChatAnswers(_Choices[ChatBody]):
         super().__init__(request, body, caller)
         self._started: set[int] = set()
 
-    def plans(self) -> list[Plan]:
+    async def plans(self) -> list[Plan]:
         refuse_above(self.body.n)
-        return self._gateway.planner.chat(self._asked(self.body.n), self.body.request())
+        return await self._chat(self.body.request, self.body.n)
 
     def _said(self, call: Call) -> dict[str, Any]:
         return {"message": shown(joined(call.deltas))}

@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Arguments,
     Content,
     FunctionShape,
     JsonObject,
@@ -19,6 +23,7 @@ from rollout_gateway.api.http.shapes import (
     NullIs,
     Off,
     SampledBody,
+    Several,
     Stop,
     StrictShape,
     TopK,
@@ -32,7 +37,32 @@ from rollout_gateway.engines.sampling import BIAS, MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+BiasedToken = Annotated[TokenId, Field(strict=False)]
 Bias = Annotated[float, Field(ge=BIAS.low, le=BIAS.high, allow_inf_nan=False)]
+
+
+def _few(bias: object) -> object:
+    """Refuses too many entries before they are looked at one by one."""
+    if isinstance(bias, dict) and len(bias) > MAX_BIASED_TOKENS:
+        raise PydanticCustomError("too_long", f"more than {MAX_BIASED_TOKENS} entries")
+    return bias
+
+
+def _prompt_kind(prompt: object) -> str:
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if isinstance(first, str):
+        return "<texts>" if isinstance(prompt, list) else "<text>"
+    return "<id lists>" if isinstance(first, list) and first is not prompt else "<ids>"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[Several[str], Tag("<texts>")]
+    | Annotated[Several[TokenId], Tag("<ids>")]
+    | Annotated[Several[Several[TokenId]], Tag("<id lists>")],
+    Discriminator(_prompt_kind),
+]
+"""One prompt or several, each text or token ids."""
 
 
 class StreamOptions(StrictShape):
@@ -52,7 +82,7 @@ class GenerationBody(SampledBody):
     frequency_penalty: Annotated[float, within("frequency_penalty"), NullIs(0.0)] = 0.0
     repetition_penalty: Annotated[float, within("repetition_penalty")] = 1.0  # extension
     # JSON spells the ids as text.
-    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
+    logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
     stop: Stop | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # extension: go on after an end token
@@ -72,7 +102,7 @@ class GenerationBody(SampledBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Prompt
     max_tokens: Limit | None = 16
     logprobs: TopLogprobs | None = None
     echo: Off = False
@@ -110,7 +140,7 @@ class FunctionCall(BaseModel):
     """The function of a tool call."""
 
     name: str = Field(min_length=1)
-    arguments: str = ""
+    arguments: Arguments = ""
 
 
 class CallBody(BaseModel):
@@ -126,7 +156,7 @@ class ChatMessage(StrictShape):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[CallBody] | None = None
+    tool_calls: Several[CallBody] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -193,11 +223,11 @@ class ResponseFormat(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Several[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Limit | None = None
     logprobs: Off = False
     top_logprobs: TopLogprobs | None = None
-    tools: list[ToolBody] | None = None
+    tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None
 

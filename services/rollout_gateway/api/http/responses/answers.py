@@ -108,11 +108,13 @@ class ResponsesAnswers(Answers[ResponsesBody]):
         self._items = OutputItems(self.id.removeprefix(self.prefix))
         self._sent = 0
 
-    def plans(self) -> list[Plan]:
+    async def plans(self) -> list[Plan]:
         self.body.check()
         if (before := self.body.previous_response_id) is not None:
-            self._before = self._past.get(before, self._caller, "previous_response_id").messages
-        return self._gateway.planner.chat(self._asked(), self.body.request(self._before))
+            stored = self._past.get(before, self._caller, "previous_response_id")
+            self._before = stored.messages
+            self.size += stored.size
+        return await self._chat(lambda: self.body.request(self._before))
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         (call,) = calls

@@ -15,7 +15,10 @@ from pydantic import Field, Tag
 
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
     TEXT_OR_OTHER,
+    Arguments,
     Content,
     FunctionShape,
     JsonObject,
@@ -23,6 +26,7 @@ from rollout_gateway.api.http.shapes import (
     Limit,
     On,
     SampledBody,
+    Several,
     Stop,
     StrictShape,
     by_type,
@@ -49,7 +53,7 @@ class CallItem(StrictShape):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
-    arguments: str
+    arguments: Arguments
 
 
 class OutputItem(StrictShape):
@@ -70,8 +74,8 @@ class ReasoningItem(StrictShape):
     """What an assistant thought; a summary counts where there is nothing else."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[ReasoningText] = Field(default=[])
+    content: Several[ReasoningText] | None = None
+    summary: Several[ReasoningText] = Field(default=[])
 
     @property
     def text(self) -> str:
@@ -86,7 +90,8 @@ Item = Annotated[
     by_type("message"),
 ]
 Items = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Item], Tag("<other>")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[Several[Item], Tag("<other>"), Field(max_length=MAX_MESSAGES)],
     TEXT_OR_OTHER,
 ]
 
@@ -130,7 +135,7 @@ class ResponsesBody(SampledBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: On = True
-    tools: list[FlatTool] | None = None
+    tools: Several[FlatTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: (
         Annotated[
             Annotated[Literal["auto", "none", "required"], Tag("<text>")]

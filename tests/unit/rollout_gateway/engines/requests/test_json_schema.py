@@ -430,6 +430,20 @@ REFUSED = {
 }
 
 
+def test_a_schema_that_takes_too_long_is_built_once_for_many_requests(
+    engine: EmbeddedEngine,
+) -> None:
+    schema = '{"type":"integer","multipleOf":99999787}'
+    for number in range(2):
+        with pytest.raises(InvalidInput, match="not built within 2 s"):
+            engine.enqueue(ask(number, json_schema=schema))
+        if number == 0:
+            judge = engine._grammars._judge
+            assert judge is not None
+            assert judge._process is None  # killed with what it built
+    assert judge._process is None  # nobody started another one
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("schema", "named"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_schema_that_cannot_be_followed_is_refused_when_it_comes(
