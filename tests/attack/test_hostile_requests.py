@@ -80,6 +80,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int
         "gateway.engine.max_sequence_tokens": 256,
         "gateway.spool_dir": directory / "spool",
         "run.dir": directory / "run",
+        "security.run_tokens": "false",
         "addresses.gateway": f"127.0.0.1:{grpc_port}",
         "addresses.http": f"127.0.0.1:{http_port}",
     }
