@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.aside import Aside
+from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Call, Plan
 from rollout_gateway.calls.planner import Asked, Planner
 from rollout_gateway.chat.messages import ChatRequest
@@ -103,7 +103,9 @@ class Desk:
             max_sequence_tokens=LONGEST,
             capabilities=[str(one) for one in Capability],
         )
-        self.planner = Planner(self.config, codec, self.sessions, lambda: self.ready, Aside())
+        self.planner = Planner(
+            self.config, codec, self.sessions, lambda: self.ready, LargeRequests()
+        )
         self.engine = DialogueEngine(codec, self.sessions)
         self._names = itertools.count()
 

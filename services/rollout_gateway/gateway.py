@@ -22,7 +22,7 @@ from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 from rollout_gateway import metrics
-from rollout_gateway.calls.aside import Aside
+from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Call, Plan
 from rollout_gateway.calls.checks import check_arm
 from rollout_gateway.calls.planner import Planner
@@ -93,7 +93,7 @@ class Gateway:
         self.sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
         self.equipment = Equipment(self.sandbox, config.environments)
-        self.aside = Aside()
+        self.aside = LargeRequests()
         self.planner = Planner(
             config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
         )

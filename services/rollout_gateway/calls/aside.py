@@ -28,7 +28,7 @@ WAIT_S = 60.0
 T = TypeVar("T")
 
 
-class Aside:
+class LargeRequests:
     """The threads of one gateway, and what they have to do."""
 
     def __init__(self, *, most_bytes: int = MAX_HELD_BYTES, wait_s: float = WAIT_S) -> None:

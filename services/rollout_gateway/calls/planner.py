@@ -12,7 +12,7 @@ from functools import partial
 from paceline.errors import TrainabilityError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.aside import Aside
+from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
@@ -51,7 +51,7 @@ class Planner:
         codec: TextCodec,
         sessions: Sessions,
         ready: Callable[[], pb.WorkerReady],
-        aside: Aside,
+        aside: LargeRequests,
     ) -> None:
         self._config = config
         self._codec = codec

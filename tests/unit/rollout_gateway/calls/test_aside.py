@@ -12,15 +12,15 @@ import pytest
 
 from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.local.patience import patient
-from rollout_gateway.calls.aside import LARGE_BYTES, SMALL_BYTES, Aside
+from rollout_gateway.calls.aside import LARGE_BYTES, SMALL_BYTES, LargeRequests
 
 LOOP = "MainThread"
 MEDIUM, LARGE = SMALL_BYTES + 1, LARGE_BYTES + 1
 
 
 @pytest.fixture
-def aside() -> Iterator[Aside]:
-    made = Aside(most_bytes=3 * LARGE, wait_s=0.2)
+def aside() -> Iterator[LargeRequests]:
+    made = LargeRequests(most_bytes=3 * LARGE, wait_s=0.2)
     yield made
     made.stop()
 
@@ -29,13 +29,15 @@ def where() -> str:
     return threading.current_thread().name
 
 
-async def test_small_work_is_done_where_it_stands_and_the_rest_in_threads(aside: Aside) -> None:
+async def test_small_work_is_done_where_it_stands_and_the_rest_in_threads(
+    aside: LargeRequests,
+) -> None:
     assert await aside.run(SMALL_BYTES, where) == where()
     medium, large = await aside.run(MEDIUM, where), await aside.run(LARGE, where)
     assert len({where(), medium, large}) == 3
 
 
-async def test_what_the_work_raises_comes_back_and_leaves_room(aside: Aside) -> None:
+async def test_what_the_work_raises_comes_back_and_leaves_room(aside: LargeRequests) -> None:
     def refuse() -> None:
         raise InvalidInput("no")
 
@@ -44,7 +46,7 @@ async def test_what_the_work_raises_comes_back_and_leaves_room(aside: Aside) -> 
             await aside.run(LARGE, refuse)
 
 
-async def test_medium_work_does_not_wait_for_large_work(aside: Aside) -> None:
+async def test_medium_work_does_not_wait_for_large_work(aside: LargeRequests) -> None:
     over = threading.Event()
     large = asyncio.create_task(aside.run(LARGE, lambda: over.wait(patient(10))))
     await asyncio.sleep(0)
@@ -52,7 +54,7 @@ async def test_medium_work_does_not_wait_for_large_work(aside: Aside) -> None:
     assert await large
 
 
-async def test_more_bytes_than_there_is_room_for_are_refused_at_once(aside: Aside) -> None:
+async def test_more_bytes_than_there_is_room_for_are_refused_at_once(aside: LargeRequests) -> None:
     over = threading.Event()
     work = [asyncio.create_task(aside.run(LARGE, over.wait)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -64,7 +66,7 @@ async def test_more_bytes_than_there_is_room_for_are_refused_at_once(aside: Asid
     assert await aside.run(LARGE, where)
 
 
-async def test_what_waits_too_long_is_refused_and_never_done(aside: Aside) -> None:
+async def test_what_waits_too_long_is_refused_and_never_done(aside: LargeRequests) -> None:
     over, done = threading.Event(), threading.Event()
     first = asyncio.create_task(aside.run(LARGE, over.wait))
     await asyncio.sleep(0)
