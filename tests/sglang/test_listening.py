@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sglang_served import DEMO, Served
 from paceline.local.patience import patient
 from paceline.local.process_directory import locked_directory
 
+SHARED_MEMORY = Path("/dev/shm")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 
@@ -28,6 +30,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     temporary: Path, tmp_path: Path
 ) -> None:
+    before = set(SHARED_MEMORY.iterdir())
     served = Served(
         tmp_path,
         model_dir=str(DEMO / "policy_start"),
@@ -42,6 +45,10 @@ def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     assert inet  # gloo between the two
     assert {path for path in unix if not Path(path).is_relative_to(temporary)} == set()
     assert list(temporary.rglob("store")) != []
+    until = time.monotonic() + patient(20)
+    while not list(temporary.rglob("elsewhere/*")):  # SGLang's host hears of its end last
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
     processes = [psutil.Process(pid) for pid in family]
     for process in processes:
@@ -50,5 +57,7 @@ def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     psutil.wait_procs(processes, timeout=patient(10))
     served.client.close()
     assert list(temporary.rglob("store")) != []
+    assert set(SHARED_MEMORY.iterdir()) - before != set()
     own = locked_directory(temporary / next(iter(temporary.iterdir())) / "live")
     assert list(temporary.rglob("*")) == [own.parent.parent, own.parent, own]
+    assert set(SHARED_MEMORY.iterdir()) - before == set()

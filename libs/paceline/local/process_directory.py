@@ -18,6 +18,7 @@ from pathlib import Path
 from paceline.local.user_directory import user_directory
 
 Remove = Callable[[str], object]
+_ELSEWHERE = "elsewhere"  # links to files that go with the directory
 
 
 def process_directory() -> Path:
@@ -26,6 +27,15 @@ def process_directory() -> Path:
     Raises ConfigError where the user's directory is not private, OSError where none can be made.
     """
     return locked_directory(user_directory() / "live")
+
+
+def sweep_with_us(path: Path) -> None:
+    """Has a file that lies elsewhere, such as shared memory that a library has named, removed with
+    this process's directory.
+    """
+    elsewhere = process_directory() / _ELSEWHERE
+    elsewhere.mkdir(exist_ok=True)
+    (elsewhere / path.name).symlink_to(path)
 
 
 @cache
@@ -57,6 +67,8 @@ def _sweep(path: Path, remove: Remove) -> None:
 
 def _remove(path: Path, remove: Remove) -> None:
     with suppress(OSError):  # the next sweep tries again
+        for link in (path / _ELSEWHERE).glob("*"):
+            link.readlink().unlink(missing_ok=True)
         remove(str(path))
 
 

@@ -11,13 +11,16 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.ports import free_ports
-from paceline.local.process_directory import process_directory
+from paceline.local.process_directory import process_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY
 from paceline.models.config import read_config_json
 from paceline.speculators.kinds import SGLANG
@@ -191,6 +194,9 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(**values)
+    tempfile.tempdir = None
+    for path in shared_memory():
+        sweep_with_us(path)
     engine._scheduler_init_result.block_until_scheduler_exits()
     engine.shutdown()
 
@@ -206,6 +212,22 @@ def rendezvous(folder: Path, nccl_port: int) -> dict[str, str]:
         "MASTER_PORT": str(nccl_port),
         **LOOPBACK_ONLY,
     }
+
+
+def shared_memory() -> list[Path]:
+    """Files of /dev/shm that this process and its children have mapped: SGLang's own, which a kill
+    would leave. By number, since maps know a semaphore by the name that it had first.
+    """
+    folder = Path("/dev/shm")  # noqa: S108
+    device = folder.stat().st_dev
+    shown = f"{os.major(device):02x}:{os.minor(device):02x}"
+    mapped: set[int] = set()
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            fields = (line.split(maxsplit=5) for line in lines)
+            mapped |= {int(inode) for _, _, _, place, inode, *_ in fields if place == shown}
+    return [Path(entry) for entry in os.scandir(folder) if entry.inode() in mapped]
 
 
 def main() -> int:
