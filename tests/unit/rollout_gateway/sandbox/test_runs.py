@@ -304,7 +304,8 @@ print(open("/etc/passwd").read()[:4])
 
 
 FULL_DISK = """
-import asyncio, os, subprocess, sys, tempfile
+import asyncio, subprocess, sys, tempfile
+from pathlib import Path
 from paceline.errors import Unavailable
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox import Sandbox
@@ -327,12 +328,12 @@ try:
     print(asyncio.run(Sandbox(SandboxConfig(isolation="landlock")).run(code)))
 except Unavailable as error:
     print(error)
-print(os.listdir(sys.argv[1]))
+print([*Path(sys.argv[1]).rglob("box-*")])
 """
 
 
 def test_code_does_not_fill_the_disk_where_it_has_no_file_system_of_its_own(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": ""}
     command = ["unshare", *([] if os.geteuid() == 0 else ["-Ur"]), "-m", sys.executable, "-c"]
     command += [FULL_DISK, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
