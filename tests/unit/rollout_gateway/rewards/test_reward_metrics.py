@@ -24,12 +24,14 @@ class Says:
 
 
 @pytest_asyncio.fixture
-async def rules() -> AsyncIterator[RewardRules]:
+async def rules(tmp_path: Path) -> AsyncIterator[RewardRules]:
     setup("test", TelemetryConfig(prometheus=True))
     remote = RemoteRewardConfig(
         url="http://127.0.0.1:9/", attempts=1, breaker_failures=1, breaker_open_s=600
     )
-    rules = RewardRules(RewardsConfig(deadline_s=1, remote=remote))
+    rules = RewardRules(
+        RewardsConfig(deadline_s=1, remote=remote, own={"says": f"{tmp_path}/own.py:Says"})
+    )
     yield rules
     await rules.stop()
     shutdown()
@@ -43,18 +45,17 @@ async def test_scores_and_failures_are_counted_by_rule_and_reason(
     rules: RewardRules, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(RULE)
-    own = f"{tmp_path}/own.py:Says"
     for text in ("1.5", "2", "None", "1 / 0", "time.sleep(1000)"):
-        await rules.rule(own).score(episode(text))
+        await rules.rule("says").score(episode(text))
     with pytest.raises(InvalidInput):
-        await rules.rule(own).score(episode("float('nan')"))
+        await rules.rule("says").score(episode("float('nan')"))
     for _ in range(2):
         with pytest.raises(Unavailable):
             await rules.rule("remote").score(episode("#6"))
     await rules.rule("math_answer").score(episode("#6"))
 
     page = prometheus_page().decode()
-    label = f'rule="{own}"'
+    label = 'rule="says"'
     assert f"paceline_reward_scores_total{{{label}}} 2.0" in page
     assert f"paceline_reward_unscored_total{{{label}}} 3.0" in page
     for reason in ("exception", "deadline", "reward_not_finite"):
