@@ -37,6 +37,7 @@ from paceline.training.checkpoints import (
     read_whole,
 )
 from paceline.training.process import join_ranks
+from paceline.weights.integrity import check_spooled
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
@@ -174,6 +175,7 @@ class Rank:
         stale.
         """
         try:
+            check_spooled(path)
             head = load_policy_head(path, policy_version)
             shape = tuple(head.lm_head.shape)
             allowed = (self._target.vocab_size, self._target.hidden_size)

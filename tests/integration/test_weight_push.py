@@ -453,6 +453,59 @@ async def test_a_pull_of_bytes_that_rotted_on_disk_is_data_loss(start: Start) ->
         await pull_weights(receiver.channel, P, lambda _: True, deadline_s=patient(10))
 
 
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+async def test_a_version_damaged_before_its_commit_is_not_served_and_pushed_again(
+    start: Start, name: str
+) -> None:
+    first = await start()
+    given = await first.push(P, 1)
+    flip(first.spool.path(P, 1) / name)
+    again = await start()  # what was loaded is gone, as after a kill
+    with pytest.raises(DataLoss, match=name):
+        await again.commit(1, 1, 0)
+    assert again.hooks.told == []
+    assert again.servicer.serving == VersionSet()
+    await again.push(P, 1)
+    assert [told[:3] for told in again.hooks.told] == [("prepared", P, 1)]
+    await again.commit(1, 1, 0)
+    pushed = load_file(again.spool.path(P, 1) / "model.safetensors")
+    assert pushed["a"].tobytes() == bytes(given[0].view)
+
+
+async def test_a_serving_version_damaged_on_disk_is_repaired_by_its_next_announcement(
+    start: Start,
+) -> None:
+    receiver = await start()
+    given = await receiver.push(P, 1)
+    await receiver.commit(1, 1, 0)
+    flip(receiver.spool.path(P, 1) / "model.safetensors")
+    told = list(receiver.hooks.told)
+    answer = await wanted(receiver.channel, manifest_of(given, P, 1))
+    assert not answer.complete
+    await receiver.push(P, 1)
+    receiver.spool.check(P, 1)
+    assert receiver.hooks.told == told, "what serves was loaded again"
+    assert receiver.servicer.serving == VersionSet(1, 1, 0)
+
+
+async def test_a_drafter_damaged_on_disk_is_not_rolled_back_to(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(D, 1)
+    await receiver.commit(1, 0, 1)
+    await receiver.push(D, 2)
+    await receiver.commit(2, 0, 2)
+    flip(receiver.spool.path(D, 1) / "model.safetensors")
+    with pytest.raises(DataLoss, match="drafter-1"):
+        await receiver.commit(3, 0, 1)
+    assert receiver.servicer.serving == VersionSet(2, 0, 2)
+
+
 async def test_a_version_that_is_not_here_is_forgotten_already(start: Start) -> None:
     receiver = await start()
     await abort_version(receiver.channel, CONTEXT, P, 9)

@@ -12,6 +12,13 @@ VERSIONS_REPLACED = Counter(
     TARGET,
     "versions announced again with other content, in the place of those that did not serve yet",
 )
+VERSIONS_DAMAGED = Counter(
+    "paceline.weights.versions_damaged",
+    "{version}",
+    TARGET,
+    "times that a version's files in the spool were not what had been written; it is not loaded, "
+    "and pushed again when it is announced again",
+)
 VERSIONS_REFUSED = Counter(
     "paceline.weights.versions_refused",
     "{version}",

@@ -23,7 +23,7 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, W
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.manifest import check_manifest, chunk_count, target_name
-from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
+from paceline.weights.metrics import VERSIONS_DAMAGED, VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
 
@@ -106,16 +106,36 @@ class WeightServicer(WeightServiceServicer):
     async def _prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         part = (manifest.target, manifest.version)
         async with self._writer:
+            assembly = self._receiving.get(part)
+            damaged = assembly is None and await self._remove_damaged(part)
             replaced = await self._make_way(manifest)
-            if self._is_spooled(manifest):
+            assembly = self._receiving.get(part)
+            if assembly is None and not damaged and self._is_spooled(manifest):
                 if manifest.version > part_version(self.serving, manifest.target):
                     await self._load(part)
                 return pb.PrepareResponse(complete=True)
-            assembly = self._receiving.get(part)
             if assembly is None:
                 self._admit(part)
                 assembly = self._receiving[part] = Assembly(manifest, self._max_bytes)
             return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
+
+    async def _remove_damaged(self, part: Part) -> bool:
+        """Whether the spooled version, serving or not, is to be pushed again."""
+        try:
+            await self._check(part)
+        except DataLoss:
+            await asyncio.to_thread(self._spool.remove, *part)
+            return True
+        return False
+
+    async def _check(self, part: Part) -> None:
+        """Raises DataLoss when a spooled version is damaged."""
+        try:
+            await asyncio.to_thread(self._spool.check, *part)
+        except DataLoss as error:
+            VERSIONS_DAMAGED.record(target=target_name(part[0]))
+            _log.error("version_damaged", version=_name(part), error=str(error))
+            raise
 
     async def _make_way(self, manifest: pb.Manifest) -> bool:
         """Forgets other content of the version; False when there is none.
@@ -302,7 +322,7 @@ class WeightServicer(WeightServiceServicer):
             await asyncio.to_thread(self._spool.write, assembly.manifest, assembly.buffer)
             del self._receiving[part]
             load_started_s = time.monotonic()
-            await self._load(part)
+            await self._load(part, written=True)
             return pb.PushResponse(
                 bytes_received=received,
                 receive_s=assembly.receive_s,
@@ -319,13 +339,17 @@ class WeightServicer(WeightServiceServicer):
             _log.error("version_refused", version=_name(part), error=str(error))
             raise
 
-    async def _load(self, part: Part) -> None:
+    async def _load(self, part: Part, *, written: bool = False) -> None:
         """Gives a spooled version to the hooks once; not what serves already, nor a version 0
         without a directory.
+
+        Raises DataLoss when it is damaged, unless it was just `written`.
         """
         serves = part[1] == part_version(self.serving, part[0])
         if part in self._loaded or serves or (part[1] == 0 and not self._spool.has(*part)):
             return
+        if not written:
+            await self._check(part)
         await self._hooks.on_prepared(*part, self._spool.path(*part))
         self._loaded.add(part)
 

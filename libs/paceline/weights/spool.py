@@ -3,32 +3,42 @@ directory; single writer.
 
 Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them
 where the manifest's metadata has one, and `<dir>/versions.json` (the last sets committed, newest
-last). Every write goes to a temporary name, is synced and renamed, so that a kill at any point
+last, and their sha256). What lies on disk is read against its hashes (integrity.py) before anybody
+loads it. Every write goes to a temporary name, is synced and renamed, so that a kill at any point
 leaves either the old state or the new one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import json_format
 
 from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
 from paceline.tagged_json import from_object, to_object
-from paceline.tensors import safetensors_header
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.integrity import (
+    CONFIG_FILE,
+    MANIFEST,
+    TENSORS,
+    check_spooled,
+    hash_of,
+    header_of,
+    read_manifest,
+)
 from paceline.weights.manifest import (
     CONFIG,
     TARGET_NAMES,
     check_manifest,
     chunk_span,
-    layouts,
     target_name,
 )
 
@@ -93,13 +103,21 @@ class Spool:
 
     def manifest(self, target: int, version: int) -> Manifest | None:
         """Manifest of a spooled version; None when it is not spooled."""
-        path = self._directory / f"{target_name(target)}-{version}" / "manifest.json"
-        if not path.is_file():
-            return None
-        try:
-            return json_format.Parse(path.read_text(), Manifest())
-        except json_format.ParseError as error:
-            raise DataLoss(f"{path} is not a manifest", seen=str(error)[:120]) from error
+        path = self._directory / f"{target_name(target)}-{version}"
+        return read_manifest(path) if path.is_dir() else None
+
+    def check(self, target: int, version: int) -> None:
+        """Raises DataLoss when a file of a spooled version is not what was written; what is not
+        spooled, such as a version 0, is not read.
+        """
+        path = self._directory / f"{target_name(target)}-{version}"
+        if path.is_dir():
+            check_spooled(path)
+
+    def remove(self, target: int, version: int) -> None:
+        """Removes a version whatever names it, so that it can be written again."""
+        self._prepared.discard((target, version))
+        self._remove((target, version))
 
     def read_chunk(self, manifest: Manifest, index: int) -> bytes:
         """Bytes of one chunk of a spooled version. Raises DataLoss when the file ends before it."""
@@ -159,7 +177,9 @@ class Spool:
 
         sets = [*self._sets, versions][-self._keep :]
         temporary = self._directory / f"{_TEMPORARY}versions.json"
-        _write_synced(temporary, json.dumps({"sets": [*map(to_object, sets)]}).encode())
+        listed = [*map(to_object, sets)]
+        described = {"sets": listed, "sha256": _hash_of_sets(listed)}
+        _write_synced(temporary, json.dumps(described).encode())
         temporary.rename(self._directory / "versions.json")
         _sync_directory(self._directory)
         self._sets = sets
@@ -180,15 +200,12 @@ class Spool:
     ) -> None:
         temporary = self._directory / f"{_TEMPORARY}{path.name}"
         temporary.mkdir()
-        described = dict(manifest.metadata)
-        config = described.pop(CONFIG, None)
-        header = safetensors_header(layouts(manifest), {"format": "pt", **described})
-        _write_synced(temporary / "model.safetensors", header, buffer)
-        _write_synced(
-            temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode()
-        )
-        if config is not None:
-            _write_synced(temporary / "config.json", config.encode())
+        text = json_format.MessageToJson(manifest, indent=None).encode()
+        content = manifest.content_hash or hash_of(manifest, buffer)
+        _write_synced(temporary / TENSORS, header_of(manifest, text, content), buffer)
+        _write_synced(temporary / MANIFEST, text)
+        if CONFIG in manifest.metadata:
+            _write_synced(temporary / CONFIG_FILE, manifest.metadata[CONFIG].encode())
         _sync_directory(temporary)
         temporary.rename(path)
         _sync_directory(self._directory)
@@ -196,10 +213,13 @@ class Spool:
     def _prune(self) -> None:
         for part in self.spooled():
             if part not in self._prepared and not self._committed(part):
-                # The rename makes the removal atomic for readers: a version is whole or absent.
-                gone = self._directory / f"{_TEMPORARY}gone-{TARGET_NAMES[part[0]]}-{part[1]}"
-                (self._directory / f"{TARGET_NAMES[part[0]]}-{part[1]}").rename(gone)
-                shutil.rmtree(gone)
+                self._remove(part)
+
+    def _remove(self, part: Part) -> None:
+        # The rename makes the removal atomic for readers: a version is whole or absent.
+        name = f"{TARGET_NAMES[part[0]]}-{part[1]}"
+        gone = (self._directory / name).rename(self._directory / f"{_TEMPORARY}gone-{name}")
+        shutil.rmtree(gone)
 
     def _committed(self, part: Part) -> bool:
         return any(part_version(one, part[0]) == part[1] for one in self._sets)
@@ -223,7 +243,10 @@ class Spool:
         if not path.is_file():
             return []
         try:
-            sets = json.loads(path.read_text())["sets"]
+            described = json.loads(path.read_text())
+            sets = described["sets"]
+            if described["sha256"] != _hash_of_sets(sets):
+                raise ValueError("the sets are not those that were written")
             return [from_object(VersionSet, one) for one in sets][-self._keep :]
         except (ValueError, KeyError, TypeError, DataLoss) as error:
             raise DataLoss(
@@ -234,6 +257,10 @@ class Spool:
 def part_version(versions: VersionSet, target: int) -> int:
     """Version of a set's part; the head is the policy's."""
     return versions.drafter if target == _DRAFTER else versions.policy
+
+
+def _hash_of_sets(sets: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(sets).encode()).hexdigest()
 
 
 def _write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:

@@ -6,7 +6,7 @@ from coordinator.calls.base import Calls
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event
 from coordinator.machine.state import Service
-from paceline.errors import FailedPrecondition, NotFound, PacelineError
+from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
 from paceline.telemetry import get_logger
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.weights import abort_version, commit_versions
@@ -14,10 +14,12 @@ from paceline.weights.push import COMMAND_DEADLINE_S
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
-    """Emits Committed when every receiver serves the set, CommitFailed when one lacks a part."""
+    """Emits Committed when every receiver serves the set, CommitFailed when one lacks a part, or
+    holds a damaged one.
+    """
 
     def commit_failed(error: PacelineError) -> Event | None:
-        if not isinstance(error, FailedPrecondition | NotFound):
+        if not isinstance(error, DataLoss | FailedPrecondition | NotFound):
             return None
         return events.CommitFailed(calls.now(), command.versions, f"{service}: {error}")
 

@@ -119,6 +119,7 @@ class WorkerWeights:
                 and (target, version) not in process.prepared
                 and self._spool.has(target, version)
             ):
+                await asyncio.to_thread(self._spool.check, target, version)
                 path = str(self._spool.path(target, version))
                 prepare = pb.PrepareWeights(target=target, version=version, path=path)
                 await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))

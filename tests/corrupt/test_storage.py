@@ -1,0 +1,96 @@
+"""Runs whose files on disk are not what was written: nothing of them is used, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from demo_runs import SMALL, demo, wait_for
+
+from paceline.local.patience import patient
+
+pytestmark = [pytest.mark.corrupt, pytest.mark.timeout(300)]
+
+
+def pid_of(lines: list[str], service: str) -> int:
+    """Process id of a service, from the lines of the console."""
+    started = next(line for line in lines if line.startswith(f"{service} started"))
+    return int(started.split("pid ")[1].split(")")[0])
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def newest(directory: Path, prefix: str) -> Path:
+    """The checkpoint with the highest number."""
+    found = [path for path in directory.glob(f"{prefix}*") if path.name[len(prefix) :].isdigit()]
+    return max(found, key=lambda path: int(path.name.removeprefix(prefix)))
+
+
+def kill(pid: int) -> None:
+    """End a service and what it started, and wait until all are gone."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in processes:
+        process.kill()
+    # The supervisor reaps the service itself.
+    psutil.wait_procs(processes[1:], timeout=patient(20))
+
+
+def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> None:
+    process = demo(
+        tmp_path,
+        "--steps",
+        "4",
+        *SMALL,
+        "policy_trainer.checkpoint_interval_steps=1",
+        "drafter_trainer.checkpoint_interval_s=0.1",
+    )
+    lines = wait_for(process, "step 3/4")
+    checkpoints = tmp_path / "demo-0-1" / "checkpoints"
+    kill(pid_of(lines, "policy_trainer"))
+    policy = newest(checkpoints / "policy", "step-")
+    flip(policy / "shards" / "rank-0.safetensors")
+    kill(pid_of(lines, "drafter_trainer"))
+    drafter = newest(checkpoints / "drafter", "checkpoint-")
+    flip(drafter / "state.json")
+
+    output, _ = process.communicate(timeout=patient(200))
+    assert process.returncode == 0, output
+    for damaged in (f"{policy.name}/shards/rank-0.safetensors", f"{drafter.name}/state.json"):
+        (line,) = [one for one in output.splitlines() if damaged in one and "impaired" in one]
+        assert "is damaged" in line
+    summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
+    assert (summary["steps"], summary["policy_versions"]) == (4, 5)
+    assert summary["trajectories_lost"] == 0
+
+
+def test_a_worker_does_not_load_a_damaged_policy_and_serves_the_next_one(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--steps", "4", *SMALL)
+    lines = wait_for(process, "step 2/4")
+    coordinator = pid_of(lines, "coordinator")
+    gateway = psutil.Process(pid_of(lines, "gateway"))
+    os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
+    try:
+        for file in (tmp_path / "demo-0-1").rglob("policy-*/model.safetensors"):
+            flip(file)
+        workers = [
+            one for one in gateway.children() if "engines.worker.process" in " ".join(one.cmdline())
+        ]
+        workers[0].kill()
+        lines = wait_for(process, "does not start")
+        assert "model.safetensors is damaged" in lines[-1]
+    finally:
+        os.kill(coordinator, signal.SIGCONT)
+    output, _ = process.communicate(timeout=patient(200))
+    assert process.returncode == 0, output
+    assert "recovered: engine worker" in output, output
+    summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
+    assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)
