@@ -64,7 +64,6 @@ def start(tmp_path: Path, temporary: Path, redis_url: str) -> Iterator[Start]:
             "spool_dir": "",
         }
         environment = {**os.environ, "TMPDIR": str(temporary)}
-        environment.pop("XDG_RUNTIME_DIR", None)
         gateway = subprocess.Popen(
             [sys.executable, "-c", GATEWAY, json.dumps(settings)],
             stdout=subprocess.PIPE,

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)

@@ -15,15 +15,13 @@ from paceline.errors import ConfigError
 
 
 def user_directory() -> Path:
-    """`$XDG_RUNTIME_DIR/paceline`, else `<temporary directory>/paceline-<uid>`; made with mode
-    0700 where it is absent.
+    """`<temporary directory>/paceline-<uid>`; made with mode 0700 where it is absent.
+
+    Not in $XDG_RUNTIME_DIR: that goes with the user's last login, and a run may stay.
 
     Raises ConfigError when another user owns it, others may enter it, or it is a link: then
     somebody waits for what we would write there.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and _is_ours(Path(runtime), 0o700):
-        return _made(Path(runtime) / "paceline", 0o700)
     return _made(Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}", 0o700)
 
 

@@ -256,7 +256,7 @@ def test_claims_add_their_wait_to_the_deadline_and_are_not_asked_in_a_row() -> N
 def test_without_a_token_of_the_environment_that_of_the_listening_run_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN", "XDG_RUNTIME_DIR"):
+    for name in ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     url = "http://127.0.0.1:7408"

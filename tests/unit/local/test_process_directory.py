@@ -33,7 +33,6 @@ def own(child: subprocess.Popen[str]) -> Path:
 def start(tmp_path: Path) -> Iterator[Start]:
     children = []
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    environment.pop("XDG_RUNTIME_DIR", None)
 
     def start() -> subprocess.Popen[str]:
         child = subprocess.Popen(

@@ -25,7 +25,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceConfig:
     for name in VARIABLES:
         # set first, so that what a test leaves in the environment is taken back
         monkeypatch.setenv(name, "")
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return ServiceConfig(run=RunConfig(dir=str(tmp_path / "run")))
 

@@ -13,7 +13,6 @@ from paceline.local.user_directory import user_directory
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -23,18 +22,6 @@ def test_it_is_made_for_this_user_alone_and_found_again(temporary: Path) -> None
     assert directory.parent == temporary
     assert directory.stat().st_mode & 0o777 == 0o700
     assert user_directory() == directory
-
-
-def test_a_private_runtime_directory_is_taken_and_an_open_one_is_not(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = temporary / "runtime"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    assert user_directory() == runtime / "paceline"
-
-    runtime.chmod(0o755)
-    assert user_directory().parent == temporary
 
 
 @pytest.mark.parametrize("trap", ["link", "open", "file"])
