@@ -6,12 +6,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.errors import DataLoss
+from paceline.file_hashes import check_hashes, write_hashes
 from paceline.models.config import ModelConfig
 from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.net import DraftNet
+from paceline.telemetry import get_logger
 
 KEPT = 4
+log = get_logger(__name__)
 
 
 class Candidates:
@@ -41,14 +45,20 @@ class Candidates:
         """Writes a version and forgets old ones."""
         path = self.path(version)
         net.save(path)
+        write_hashes(path)
         for old in self.versions[:-KEPT]:
             if old not in self._needed:
                 shutil.rmtree(self.path(old))
         return path
 
     def load(self, version: int) -> DraftNet | None:
-        """The drafter of a version, ready for inference; None when it is not kept."""
+        """The drafter of a version, ready for inference; None when it is not kept, or damaged."""
         if version not in self.versions:
+            return None
+        try:
+            check_hashes(self.path(version))
+        except DataLoss as error:
+            log.error("drafter is damaged", drafter_version=version, error=str(error))
             return None
         return read_drafter(self.path(version), self._target, self._own).eval()
 

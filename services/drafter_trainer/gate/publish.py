@@ -17,6 +17,7 @@ from paceline.errors import (
     StaleEpoch,
     Unavailable,
 )
+from paceline.file_hashes import check_hashes
 from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
@@ -37,6 +38,7 @@ async def push_drafter(
     Raises DataLoss and what push_weights raises.
     """
     folder = Path(decision.path)
+    await asyncio.to_thread(check_hashes, folder)
     try:
         data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
         config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")

@@ -6,10 +6,12 @@ exactly the siblings it had, however many have arrived since.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
@@ -34,23 +36,19 @@ class RecordFile:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self) -> list[StepRecord]:
-        """Records in step order; a torn last line (a crash in the middle of a write) is no record.
-
-        Raises DataLoss when a line before the last does not decode.
-        """
+        """Records in step order. Raises DataLoss when a line is not what was written."""
         if not self._path.exists():
             return []
-        lines = self._path.read_text().splitlines()
+        lines = self._path.read_text(errors="replace").splitlines()
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records.append(from_object(StepRecord, json.loads(line)))
-            except (ValueError, DataLoss) as error:
-                if number == len(lines):
-                    break
-                raise DataLoss(
-                    f"{self._path} line {number} is no batch record", seen=line[:80]
-                ) from error
+                written = json.loads(line)
+                if written["sha256"] != _hash_of(written["record"]):
+                    raise ValueError("another hash")
+                records.append(from_object(StepRecord, written["record"]))
+            except (ValueError, KeyError, TypeError, DataLoss) as error:
+                raise DataLoss(f"{self._path} line {number} is damaged", seen=line[:80]) from error
 
         return records
 
@@ -68,7 +66,12 @@ class RecordFile:
     def _write(self, records: list[StepRecord]) -> None:
         fresh = self._path.with_suffix(".tmp")
         with fresh.open("w") as file:
-            file.writelines(json.dumps(to_object(record)) + "\n" for record in records)
+            for record in map(to_object, records):
+                file.write(json.dumps({"sha256": _hash_of(record), "record": record}) + "\n")
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self._path)
+
+
+def _hash_of(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()

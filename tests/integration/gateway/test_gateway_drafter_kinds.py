@@ -16,6 +16,7 @@ from twin_kind import TwinNet
 
 from drafter_trainer.gate.publish import push_drafter
 from drafter_trainer.messages import Judged
+from paceline.file_hashes import write_hashes
 from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.trajectory import VersionSet
@@ -42,6 +43,7 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
     )
     candidate = tmp_path / "candidate"
     TwinNet(read_config(POLICY), seed=1).save(candidate)
+    write_hashes(candidate)
     settings = {
         "model": str(POLICY),
         "drafter": "eagle",

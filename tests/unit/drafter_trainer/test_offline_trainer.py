@@ -138,6 +138,21 @@ def test_a_stopped_run_goes_on_to_the_same_weights_as_one_that_was_not(world: Pa
     assert figures[0] == figures[1]
 
 
+def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(world: Path) -> None:
+    run(world, out=world / "whole", steps=6)
+    run(world, stop_after=4, steps=6, save_every=2)
+    shard = world / "out/states/checkpoint-4/shards/rank-0.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    told = run(world, steps=6, save_every=2)
+    assert str(shard) in of(told, "damaged")[0]["fault"]
+    assert of(told, "resumed") == [{"kind": "resumed", "step": 2}]
+    whole, resumed = (weights(world / out / "checkpoint/speculator") for out in ("whole", "out"))
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
 def test_a_run_with_other_settings_does_not_go_on_with_what_is_there(world: Path) -> None:
     run(world, steps=2)
     with pytest.raises(ConfigError, match="another window; --no-resume or another --out"):

@@ -464,6 +464,13 @@ def test_candidates_keep_the_newest_and_what_serves(tmp_path: Path) -> None:
     assert loaded is not None
     assert torch.equal(loaded.fc.weight, EagleNet(TARGET, seed=6).fc.weight)
     assert candidates.load(3) is None
+    for name in ("config.json", "model.safetensors"):
+        file = candidates.path(7) / name
+        data = file.read_bytes()
+        file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        assert candidates.load(7) is None
+        file.write_bytes(data)
+    assert candidates.load(7) is not None
 
 
 def test_a_kind_by_import_path_comes_back_from_the_disk(tmp_path: Path) -> None:
