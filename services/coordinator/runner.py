@@ -23,7 +23,7 @@ from coordinator.journal.records import StepRecords
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import IN_STEP, MachineError, Phase, Service, State
+from coordinator.machine.state import IN_STEP, OPTIONAL, MachineError, Phase, Service, State
 from coordinator.machine.step import step
 from coordinator.step_span import StepSpan
 from coordinator.watch import AcceptanceWatch
@@ -168,10 +168,7 @@ class Runner:
         await self._apply(await run_started(self._calls) if new else resumed)
 
     async def _wait_for_peers(self) -> None:
-        services = [Service.GATEWAY, Service.POLICY_TRAINER]
-        if self._config.drafter_enabled:
-            services.append(Service.DRAFTER_TRAINER)
-        for service in services:
+        for service in (one for one in Service if one not in OPTIONAL):
             await self._peers.wait_healthy(service, self._config.service_recovery_s)
 
 

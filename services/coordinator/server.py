@@ -54,6 +54,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             versions=versions_to_proto(state.versions),
             last_step=records.finished[-1] if records.finished else None,
             failure=state.failure,
+            away=sorted(state.lost),
         )
 
     async def ListSteps(

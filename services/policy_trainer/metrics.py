@@ -24,3 +24,9 @@ NOT_FINITE = Counter(
     "left out because a number was NaN or infinite. session: of a group, not trained; update: of "
     "the optimiser, not taken, because the loss or the gradient's norm was",
 )
+HEADS_LEFT_OUT = Counter(
+    "paceline.policy.heads_left_out",
+    "{version}",
+    (),
+    "versions whose head was not pushed, because the drafter trainer did not take it",
+)

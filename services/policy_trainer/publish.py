@@ -6,23 +6,28 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.config import SecurityConfig
-from paceline.errors import DataLoss
-from paceline.rpc import channel, wait_ready
+from paceline.errors import DataLoss, PacelineError
+from paceline.local.patience import patient
+from paceline.rpc import channel, rpc_errors, wait_ready
+from paceline.telemetry import get_logger
 from paceline.tensors import NamedTensor, from_numpy, head_hash
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.v1.weights_pb2 import Manifest
+from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import PushReport, build_manifest, pull_weights, push_weights
 from paceline.weights.push import push_deadline_s
 from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.metrics import HEADS_LEFT_OUT
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONNECT_S = 5.0
+_log = get_logger(__name__)
 _DTYPES = {"F32": (torch.float32, torch.int32), "BF16": (torch.bfloat16, torch.int16)}
 
 
@@ -47,28 +52,40 @@ def make_publication(version: int, weights: dict[str, Tensor], dtype: str) -> Pu
 async def push(
     publication: Publication, config: PolicyTrainerConfig, context: CommandContext
 ) -> PushReport:
-    """Prepares the version at the gateway and, at the same time, its head at the drafter trainer.
+    """Prepares the version at the gateway and, at the same time, its head at the drafter trainer if
+    that is there: without the head it learns nothing from this version's rows.
 
-    The report is the gateway's; its push_s covers the slower of the two. Raises the receivers'
+    The report is the gateway's; its push_s covers the slower of the two. Raises the gateway's
     PacelineErrors.
     """
-    addresses = config.addresses
-    receivers = [(addresses.gateway, WEIGHT_TARGET_POLICY, publication.policy)]
-    if config.push_head:
-        receivers.append((addresses.drafter_trainer, WEIGHT_TARGET_POLICY_HEAD, publication.head))
     started_s = time.monotonic()
-    reports = await asyncio.gather(
-        *(
-            _push_to(where, config.security, target, publication, tensors, context)
-            for where, target, tensors in receivers
-        ),
-        return_exceptions=True,  # a push that succeeds is not thrown away with one that fails
-    )
-    done = [report for report in reports if isinstance(report, PushReport)]
-    for report in reports:
-        if isinstance(report, BaseException):
-            raise report
-    return replace(done[0], push_s=time.monotonic() - started_s)
+    head = asyncio.create_task(_push_head(publication, config, context))
+    try:
+        manifest = _manifest(WEIGHT_TARGET_POLICY, publication, publication.policy)
+        async with channel(config.addresses.gateway, config.security) as peer:
+            await wait_ready(peer, _CONNECT_S)
+            report = await push_weights(peer, manifest, publication.policy, context)
+    finally:
+        await head
+    return replace(report, push_s=time.monotonic() - started_s)
+
+
+async def _push_head(
+    publication: Publication, config: PolicyTrainerConfig, context: CommandContext
+) -> None:
+    """Nothing where the drafter trainer does not answer: a step never fails because of it."""
+    if not config.push_head:
+        return
+    try:
+        manifest = _manifest(WEIGHT_TARGET_POLICY_HEAD, publication, publication.head)
+        async with channel(config.addresses.drafter_trainer, config.security) as peer:
+            stub: Any = WeightServiceStub(peer)
+            with rpc_errors():  # one that hangs costs this deadline, not a push's
+                await stub.GetVersions(GetVersionsRequest(), timeout=patient(_CONNECT_S))
+            await push_weights(peer, manifest, publication.head, context)
+    except PacelineError as error:
+        HEADS_LEFT_OUT.record()
+        _log.warning("head_not_pushed", version=publication.version, error=str(error))
 
 
 async def pull_served(
@@ -120,20 +137,6 @@ def _manifest(target: int, publication: Publication, tensors: Sequence[NamedTens
     return build_manifest(
         target, publication.version, tensors, lm_head_hash=publication.lm_head_hash
     )
-
-
-async def _push_to(
-    address: str,
-    security: SecurityConfig,
-    target: int,
-    publication: Publication,
-    tensors: Sequence[NamedTensor],
-    context: CommandContext,
-) -> PushReport:
-    manifest = _manifest(target, publication, tensors)
-    async with channel(address, security) as peer:
-        await wait_ready(peer, _CONNECT_S)
-        return await push_weights(peer, manifest, tensors, context)
 
 
 def _named(name: str, tensor: Tensor, dtype: str) -> NamedTensor:

@@ -27,6 +27,7 @@ from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
 from coordinator.runner import Runner
 from coordinator.server import serve
+from paceline.cli.status import show_status
 from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig, load_config
 from paceline.errors import (
@@ -828,9 +829,69 @@ async def test_a_run_without_a_drafter_needs_no_drafter_trainer(
 ) -> None:
     async with running_peers(script := Script()) as peers:
         await peers.servers["drafter_trainer"].stop(0)
-        script.activated.set()
-        script.activated.clear = lambda: None  # type: ignore[method-assign]
+        no_straggler_waits_for_the_drafter(script)
         config = config_of(overrides(peers, redis_url, tmp_path, drafter_enabled=False))
         await run_to_end(config)
     assert script.commits == [(1, 1, 0), (2, 2, 0), (3, 3, 0)]
     assert check_slots(await journal_of(config)) == 0
+
+
+@pytest.mark.parametrize("dies", ["before", "training"])
+async def test_a_drafter_trainer_that_is_gone_for_good_ends_nothing(
+    redis_url: str, tmp_path: Path, dies: str
+) -> None:
+    async with running_peers(script := Script(hold_step=0)) as peers:
+        if dies == "before":
+            await peers.servers["drafter_trainer"].stop(0)
+            no_straggler_waits_for_the_drafter(script)
+        config = config_of(overrides(peers, redis_url, tmp_path, service_recovery_s=0.3))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        if dies == "training":
+            await peers.servers["drafter_trainer"].stop(0)
+            no_straggler_waits_for_the_drafter(script)
+        await until_away(config, ["drafter_trainer"])
+        console = Console(file=io.StringIO())
+        assert await show_status(config.addresses.coordinator, console) == 0
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "away: drafter_trainer; the run goes on without it" in shown
+        script.released.set()
+        await run
+    promoted = int(dies == "training")  # before it died
+    assert script.commits == [(seq, seq, promoted) for seq in (1, 2, 3)]
+    entries = await journal_of(config)
+    assert "CallFailed" not in {entry["event"] for entry in entries}
+    assert entries[-1]["phase"] == "finished"
+
+
+async def test_a_drafter_trainer_that_comes_back_takes_part_again(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        await peers.servers["drafter_trainer"].stop(0)
+        no_straggler_waits_for_the_drafter(script)
+        config = config_of(overrides(peers, redis_url, tmp_path, service_recovery_s=0.3))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        await peers.start("drafter_trainer")
+        await until_away(config, [])
+        del script.activated.clear  # type: ignore[method-assign]
+        script.released.set()
+        await run
+    assert script.commits == [(1, 1, 0), (2, 2, 0), (3, 3, 1)]
+
+
+def no_straggler_waits_for_the_drafter(script: Script) -> None:
+    script.activated.set()
+    script.activated.clear = lambda: None  # type: ignore[method-assign]
+
+
+async def until_away(config: CoordinatorConfig, services: list[str]) -> None:
+    """Returns when the coordinator says that just these services are away."""
+    async with asyncio.timeout(WAIT_S), channel(config.addresses.coordinator, SECURITY) as peer:
+        stub = CoordinatorServiceStub(peer)
+        while True:
+            snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest())
+            if list(snapshot.away) == services:
+                return
+            await asyncio.sleep(0.02)

@@ -499,6 +499,23 @@ async def test_a_lost_rank_is_unavailable_and_the_step_can_be_called_again(world
     assert rank not in (await world.status()).rank_pids
 
 
+async def test_a_drafter_trainer_that_is_away_costs_no_step_and_gets_the_next_head(
+    world: World,
+) -> None:
+    port = free_port()
+    await world.start(ranks=1, **{"addresses.drafter_trainer": f"127.0.0.1:{port}"})
+    await world.append(0, 0)
+    assert (await world.step(0, 0))[-1].policy_version == 1
+    assert world.spools["drafter"].prepared == frozenset()
+    server, _ = await receiver(world.spools["drafter"], WEIGHT_TARGET_POLICY_HEAD, port)
+    try:
+        await world.append(1, 1)
+        assert (await world.step(1, 1))[-1].policy_version == 2
+    finally:
+        await server.stop(0)
+    assert world.spools["drafter"].prepared == {(WEIGHT_TARGET_POLICY_HEAD, 2)}
+
+
 async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(world: World) -> None:
     await world.start()
     await world.append(0, 0)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.local.processes import EXIT_FULL, EXIT_RUN_FAILED
+from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED
 from paceline.local.supervisor import Supervisor
 from paceline.rpc import wait_healthy
 
@@ -161,6 +162,41 @@ async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without
     async with Supervisor([launch], tmp_path, on_event=hear, policy=policy) as supervisor:
         await supervisor.start(patient(30.0))
         await events.until(lambda heard: heard.kinds("gateway").count("healthy") == 4)
+
+
+@pytest.mark.parametrize("fault", ["dies too often", "dies at its start", "never serves"])
+async def test_an_optional_service_is_given_up_and_the_others_go_on(
+    tmp_path: Path, fault: str
+) -> None:
+    events = Events()
+    arguments = {"dies too often": ("--exits", "7"), "never serves": ("--sick",)}.get(fault, ())
+    launch = replace(_launch("extra", *arguments), optional=True)
+    if fault == "dies at its start":
+        launch = replace(launch, command=(sys.executable, "-c", "raise SystemExit('no model')"))
+    main = _launch("coordinator", needs=("extra",), ends_run=True)
+
+    def hear(event: ChildEvent) -> None:
+        _end_when_healthy("extra")(event) if fault == "dies too often" else None
+        events.hear(event)
+
+    async with Supervisor(
+        [launch, main], tmp_path, on_event=hear, policy=QUICK, health_s=patient(2.0)
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        await events.until(lambda heard: "given_up" in heard.kinds("extra"))
+        (told,) = (event for event in events if event.kind == "given_up")
+        assert "the run goes on without it" in told.detail
+        assert "\n" not in told.detail
+        assert list(supervisor.pids) == ["coordinator"]
+        os.kill(supervisor.pids["coordinator"], signal.SIGUSR1)
+        await asyncio.wait_for(supervisor.wait_finished(), patient(20))
+
+
+async def test_wrong_settings_of_an_optional_service_end_the_start(tmp_path: Path) -> None:
+    wrong = (sys.executable, "-c", f"raise SystemExit({EXIT_CONFIG})")
+    launch = replace(_launch("extra"), command=wrong, optional=True)
+    with pytest.raises(Unavailable, match=r"extra exited with status 2 .* at its start"):
+        await Supervisor([launch], tmp_path).start(patient(30.0))
 
 
 async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> None:

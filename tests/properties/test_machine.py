@@ -243,16 +243,20 @@ class World(RuleBasedStateMachine):
         dead = {
             Service.GATEWAY: ["RunTasks", "Commit", "Evaluate"],
             Service.POLICY_TRAINER: ["TrainPolicy", "SaveCheckpoints"],
-            Service.DRAFTER_TRAINER: [
-                "ActivateDrafter",
-                "PreemptDrafter",
-                "Commit",
-                "SaveCheckpoints",
-            ],
+            Service.DRAFTER_TRAINER: ["ActivateDrafter", "PreemptDrafter"],
         }[service]
         for kind in dead:
             self.calls.pop(kind, None)
         self.feed(events.ServiceLost(self.tick(), service, "connection refused"))
+
+    @precondition(lambda self: self.state.phase in LIVE)
+    @rule()
+    def a_call_of_the_drafter_trainer_fails(self) -> None:
+        before = self.state.phase
+        for kind in ("ActivateDrafter", "PreemptDrafter"):
+            self.calls.pop(kind, None)
+        self.feed(events.CallFailed(self.tick(), Service.DRAFTER_TRAINER, "any", "broken"))
+        assert self.state.phase is not Phase.FAILED or before is Phase.FAILED
 
     @precondition(lambda self: any(name.startswith("await") for name in self.calls))
     @rule()

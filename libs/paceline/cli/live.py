@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
@@ -9,6 +11,7 @@ from rich.table import Column
 from paceline.cli.up import event_line
 from paceline.cli.watch import RunState
 from paceline.local.child import ChildEvent
+from paceline.local.services import SERVICES
 from paceline.report.journal import ACCURACY, PROBE
 from paceline.v1.coordinator_pb2 import StepRecord
 
@@ -21,7 +24,7 @@ class RunView:
     """Prints what happens to a run; the bar is drawn by rich between its lines."""
 
     def __init__(self, run_id: str, total_steps: int, console: Console) -> None:
-        self.state = RunState(run_id, total_steps, self._record)
+        self.state = RunState(run_id, total_steps, self._record, self._away)
         self._console = console
         self._serving = False
         self._bar = Progress(
@@ -68,6 +71,9 @@ class RunView:
             slots=f"slots: {', '.join(holders)}" if holders else "",
         )
 
+    def _away(self, services: Sequence[str]) -> None:
+        self._line(away_line(services))
+
     def _record(self, record: StepRecord) -> None:
         self._line(step_line(record, self.state.total_steps))
 
@@ -80,6 +86,15 @@ class RunView:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
+
+
+def away_line(services: Sequence[str]) -> str:
+    """Which services do not answer, and what the run does meanwhile."""
+    if not services:
+        return "[green]all services answer again[/]"
+    optional = {spec.name for spec in SERVICES if spec.optional}
+    meanwhile = "the run goes on without it" if set(services) <= optional else "the run waits"
+    return f"[yellow]away: {', '.join(services)}[/]; {meanwhile}"
 
 
 def step_line(record: StepRecord, total: int) -> str:

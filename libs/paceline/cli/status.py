@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.access import operator_channel
-from paceline.cli.live import step_line
+from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
 from paceline.rpc import rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
@@ -44,6 +44,8 @@ async def show_status(address: str, console: Console) -> int:
     if snapshot.last_step.step_s:
         line = step_line(snapshot.last_step, snapshot.total_steps)
         console.print(f"last: {line}", highlight=False, soft_wrap=True)
+    if snapshot.away:
+        console.print(away_line(snapshot.away), highlight=False)
     if snapshot.failure:
         console.print(f"[bold red]{escape(snapshot.failure)}[/]", highlight=False)
         return 1

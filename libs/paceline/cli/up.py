@@ -26,6 +26,7 @@ _STOP_GRACE_S = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STYLES = {
     "died": "bold red",
+    "given_up": "bold red",
     "impaired": "red",
     "waits": "bold yellow",
     "restarted": "yellow",

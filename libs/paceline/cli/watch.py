@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.config import ServiceConfig
@@ -20,6 +20,7 @@ _ASK_AGAIN_S = 1.0
 """A coordinator that did not answer is not asked again sooner, however many facts wait."""
 
 OnRecord = Callable[[pb.StepRecord], None]
+OnAway = Callable[[tuple[str, ...]], None]
 
 
 @dataclass(slots=True)
@@ -29,12 +30,14 @@ class RunState:
     run_id: str
     total_steps: int
     on_record: OnRecord  # gets each finished step once
+    on_away: OnAway = lambda services: None  # gets the services that do not answer, at each change
     phase: str = "starting"
     holders: dict[int, str] = field(default_factory=dict)  # slot -> who holds it
     complete: int = 0  # steps known without a gap, from the first on
     ahead: set[int] = field(default_factory=set)  # known steps behind a gap
     failure: str = ""
     finished: bool = False
+    away: tuple[str, ...] = ()  # services that do not answer
 
     def take_fact(self, fact: pb.Fact) -> None:
         """Take a fact in."""
@@ -43,6 +46,8 @@ class RunState:
                 self.phase, self.failure, self.finished = "rollout", "", False
             case "slot_changed":
                 self._slot(fact.slot_changed.slot)
+            case "services_away":
+                self._away(fact.services_away.services)
             case "step_finished":
                 self.take_record(fact.step_finished.record)
             case "run_finished":
@@ -55,6 +60,7 @@ class RunState:
             return
         self.total_steps, self.phase = snapshot.total_steps, snapshot.phase
         self.failure = snapshot.failure
+        self._away(snapshot.away)
         for slot in snapshot.slots:
             self._slot(slot)
         if snapshot.last_step.step_s:
@@ -69,6 +75,11 @@ class RunState:
             self.ahead.remove(self.complete)
             self.complete += 1
         self.on_record(record)
+
+    def _away(self, services: Sequence[str]) -> None:
+        if tuple(services) != self.away:
+            self.away = tuple(services)
+            self.on_away(self.away)
 
     def _slot(self, slot: pb.SlotStatus) -> None:
         holder = enum_word(pb.Holder, slot.holder)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import PacelineError, RunFailed, Unavailable
+from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
 from paceline.local import news
 from paceline.local.disk import lack_of_room
 from paceline.local.processes import (
@@ -27,9 +27,12 @@ from paceline.local.processes import (
 )
 
 EventKind = (
-    Literal["started", "healthy", "died", "waits", "restarted", "finished", "stopped"] | news.News
+    Literal["started", "healthy", "died", "waits", "restarted", "given_up", "finished", "stopped"]
+    | news.News
 )
 _LOOK_S = 1.0
+_FAILED = "SERVICE_FAILED"
+_GIVE_UP_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Launch:
     ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False  # the run is over when it exits with status 0
+    optional: bool = False  # the others go on without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,23 @@ class Child:
         when it dies before it was ever healthy, is not healthy in time, exits for a config error or
         dies too often. A death counts as one only where the disk has room and what it needs is
         healthy: else it waits for that, for as long as it takes.
+        An optional one is given up instead, unless its settings are wrong at its first start.
         """
         await self._needs_healthy()
         if not self.launch.command:
             await self._become_healthy()
             return
+        try:
+            await self._keep_running()
+        except Unavailable as failure:
+            if not self.launch.optional or failure.reason == ConfigError.reason:
+                raise
+            await self.stop(_GIVE_UP_GRACE_S)
+            what = str(failure).partition("; its log ")[0]
+            self._tell("given_up", f"{what}; the run goes on without it; log {self.log}")
+            self.is_healthy.set()  # nobody waits for it
+
+    async def _keep_running(self) -> None:
         first = True
         while True:
             news_pipe = await self._spawn("started" if first else "restarted")
@@ -202,10 +218,12 @@ class Child:
     async def _pause_before_restart(self, code: int) -> None:
         if code == EXIT_RUN_FAILED:
             end = last_lines(self.log, since=self._log_begins)
-            reason = end.rfind(f"\n{self.launch.name}: ") + 1  # printed last, under its name
-            raise RunFailed(f"{end[reason:]}; log {self.log}")
+            printed = end.rfind(f"\n{self.launch.name}: ") + 1  # last, under its name
+            raise RunFailed(f"{end[printed:]}; log {self.log}")
         if not self._was_healthy or code == EXIT_CONFIG:
-            raise self._failure(f"{describe_exit(code)} at its start")
+            wrong = code == EXIT_CONFIG and not self._was_healthy
+            reason = ConfigError.reason if wrong else _FAILED
+            raise self._failure(f"{describe_exit(code)} at its start", reason)
         if await self._room() or await self._needs_healthy():
             return
         if code == EXIT_FULL:
@@ -234,9 +252,12 @@ class Child:
         return waited
 
     async def _needs_healthy(self) -> bool:
-        """Wait until what it needs is healthy; whether something was not."""
+        """Wait until what it needs is healthy, what is optional at the first start alone; whether
+        something was not.
+        """
+        needs = [one for one in self.needs if not (one.launch.optional and self._was_healthy)]
         waited = False
-        while late := [need for need in self.needs if not need.is_healthy.is_set()]:
+        while late := [need for need in needs if not need.is_healthy.is_set()]:
             waited = True
             await late[0].is_healthy.wait()
         return waited
@@ -247,10 +268,10 @@ class Child:
             raise Unavailable(f"{self.launch.name} does not run")
         return self._process
 
-    def _failure(self, what: str) -> Unavailable:
+    def _failure(self, what: str, reason: str = _FAILED) -> Unavailable:
         end = last_lines(self.log, since=self._log_begins)
         quoted = f"; its log {self.log} ends:\n{end}" if end else ""
-        return Unavailable(f"{self.launch.name} {what}{quoted}", reason="SERVICE_FAILED")
+        return Unavailable(f"{self.launch.name} {what}{quoted}", reason=reason)
 
     def _tell(self, kind: EventKind, detail: str = "") -> None:
         self._on_event(

@@ -19,6 +19,7 @@ class ServiceSpec:
     more_address_keys: tuple[str, ...] = ()  # further keys of [addresses] it binds
     links: tuple[str, ...] = ()  # keys of [addresses] that are pages
     ends_run: bool = False  # the run is over when it exits with status 0
+    optional: bool = False  # the run goes on without it
     arguments: tuple[str, ...] = ()  # before --config
 
     @property
@@ -43,7 +44,12 @@ SERVICES: tuple[ServiceSpec, ...] = (
     ),
     ServiceSpec("policy_trainer", "policy_trainer", "policy_trainer", ("redis",), "training"),
     ServiceSpec(
-        "drafter_trainer", "drafter_trainer", "drafter_trainer", ("redis_features",), "training"
+        "drafter_trainer",
+        "drafter_trainer",
+        "drafter_trainer",
+        ("redis_features",),
+        "training",
+        optional=True,
     ),
     ServiceSpec(
         "coordinator",

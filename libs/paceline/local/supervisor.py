@@ -196,7 +196,15 @@ def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) 
 
     keys = (spec.address_key, *spec.more_address_keys)
     ports = tuple((getattr(config.addresses, key), f"addresses.{key}") for key in keys)
-    return Launch(spec.name, command, healthy, spec.depends_on, ports, ends_run=spec.ends_run)
+    return Launch(
+        spec.name,
+        command,
+        healthy,
+        spec.depends_on,
+        ports,
+        ends_run=spec.ends_run,
+        optional=spec.optional,
+    )
 
 
 def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...]) -> Launch:

@@ -53,7 +53,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class GetSnapshotResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
@@ -70,7 +71,8 @@ class GetSnapshotResponse(_message.Message):
     versions: _trajectory_pb2.VersionSet
     last_step: StepRecord
     failure: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
+    away: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles")
@@ -158,7 +160,7 @@ class StopRunResponse(_message.Message):
     def __init__(self, total_steps: _Optional[int] = ...) -> None: ...
 
 class Fact(_message.Message):
-    __slots__ = ("sequence", "context", "at_s", "step_began", "slot_changed", "version_committed", "step_finished", "run_finished")
+    __slots__ = ("sequence", "context", "at_s", "step_began", "slot_changed", "version_committed", "step_finished", "run_finished", "services_away")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +169,7 @@ class Fact(_message.Message):
     VERSION_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FINISHED_FIELD_NUMBER: _ClassVar[int]
     RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SERVICES_AWAY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     context: _trajectory_pb2.CommandContext
     at_s: float
@@ -175,13 +178,20 @@ class Fact(_message.Message):
     version_committed: VersionCommitted
     step_finished: StepFinished
     run_finished: RunFinished
-    def __init__(self, sequence: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., at_s: _Optional[float] = ..., step_began: _Optional[_Union[StepBegan, _Mapping]] = ..., slot_changed: _Optional[_Union[SlotChanged, _Mapping]] = ..., version_committed: _Optional[_Union[VersionCommitted, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ...) -> None: ...
+    services_away: ServicesAway
+    def __init__(self, sequence: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., at_s: _Optional[float] = ..., step_began: _Optional[_Union[StepBegan, _Mapping]] = ..., slot_changed: _Optional[_Union[SlotChanged, _Mapping]] = ..., version_committed: _Optional[_Union[VersionCommitted, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., services_away: _Optional[_Union[ServicesAway, _Mapping]] = ...) -> None: ...
 
 class StepBegan(_message.Message):
     __slots__ = ("samples",)
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     samples: int
     def __init__(self, samples: _Optional[int] = ...) -> None: ...
+
+class ServicesAway(_message.Message):
+    __slots__ = ("services",)
+    SERVICES_FIELD_NUMBER: _ClassVar[int]
+    services: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, services: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SlotChanged(_message.Message):
     __slots__ = ("slot",)

@@ -19,6 +19,7 @@ from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
 from paceline.rpc import leased, responses, rpc_errors
+from paceline.telemetry import get_logger
 from paceline.v1.trajectory_pb2 import CommandContext
 
 RANK_LOST = "RANK_LOST"
@@ -85,6 +86,14 @@ class Calls:
             self.emit(known or self._failure(error, service, what, command.epoch, deadline_s))
             raise Reported from error
         self.absent.pop(service, None)
+
+    def went_without(self, service: Service, what: str, error: PacelineError) -> None:
+        """Notes that a call of an optional service has failed, on which nothing waits."""
+        get_logger("coordinator").warning(
+            "the run goes on without an answer", service=service, call=what, error=str(error)
+        )
+        if isinstance(error, Unavailable):
+            self.emit(ServiceLost(self.now(), service, str(error)))
 
     def _failure(
         self, error: PacelineError, service: Service, what: str, epoch: int, deadline_s: float

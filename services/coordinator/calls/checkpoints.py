@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from coordinator.calls.base import Calls
 from coordinator.machine import commands, events
 from coordinator.machine.state import Service
+from paceline.errors import PacelineError
 from paceline.rpc import rpc_errors
 from paceline.v1.drafter_pb2 import SaveDrafterCheckpointRequest
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
 CHECKPOINT_DEADLINE_S = 300.0
+OPTIONAL_DEADLINE_S = 60.0
 
 
 async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
-    """Emits CheckpointsSaved with the paths; empty where nothing was trained."""
-    policy, drafter = calls.peers.policy, calls.peers.drafter
-    asked: dict[Service, tuple[str, Any, Any]] = {
-        Service.POLICY_TRAINER: ("policy", policy.SavePolicyCheckpoint, SavePolicyCheckpointRequest)
-    }
-    if calls.config.drafter_enabled:
-        save_drafter = drafter.SaveDrafterCheckpoint
-        asked[Service.DRAFTER_TRAINER] = ("drafter", save_drafter, SaveDrafterCheckpointRequest)
+    """Emits CheckpointsSaved with the paths; empty where nothing was trained, or where an optional
+    service does not answer.
+    """
     paths = {"policy": "", "drafter": ""}
-    for service, (name, save_now, request) in asked.items() if command.step else ():
+    context = calls.context(command)
+    if command.step:
+        policy = SavePolicyCheckpointRequest(context=context)
+        deadline_s = CHECKPOINT_DEADLINE_S
         with (
-            calls.reported(service, "close", command, deadline_s=CHECKPOINT_DEADLINE_S),
+            calls.reported(Service.POLICY_TRAINER, "close", command, deadline_s=deadline_s),
             rpc_errors(),
         ):
-            context = calls.context(command)
-            answer = await save_now(request(context=context), timeout=CHECKPOINT_DEADLINE_S)
-        paths[name] = answer.path
+            saved = await calls.peers.policy.SavePolicyCheckpoint(policy, timeout=deadline_s)
+        paths["policy"] = saved.path
+    if command.step and calls.config.drafter_enabled:
+        drafter = SaveDrafterCheckpointRequest(context=context)
+        try:
+            with rpc_errors():
+                saved = await calls.peers.drafter.SaveDrafterCheckpoint(
+                    drafter, timeout=OPTIONAL_DEADLINE_S
+                )
+            paths["drafter"] = saved.path
+        except PacelineError as error:
+            calls.went_without(Service.DRAFTER_TRAINER, "close", error)
 
     calls.emit(events.CheckpointsSaved(calls.now(), command.epoch, paths))

@@ -14,27 +14,30 @@ from paceline.weights.push import COMMAND_DEADLINE_S
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
-    """Emits Committed when every receiver serves the set, CommitFailed when one lacks a part, or
-    holds a damaged one.
+    """Emits Committed when the gateway serves the set, CommitFailed when it lacks a part or holds a
+    damaged one. Nothing waits for the drafter trainer, which is told then.
     """
 
     def commit_failed(error: PacelineError) -> Event | None:
         if not isinstance(error, DataLoss | FailedPrecondition | NotFound):
             return None
-        return events.CommitFailed(calls.now(), command.versions, f"{service}: {error}")
+        return events.CommitFailed(calls.now(), command.versions, f"{Service.GATEWAY}: {error}")
 
-    receivers = [Service.GATEWAY]
-    if calls.config.drafter_enabled:
-        receivers.append(Service.DRAFTER_TRAINER)
-    for service in receivers:
-        with calls.reported(
-            service, "commit", command, deadline_s=COMMAND_DEADLINE_S, event_of=commit_failed
-        ):
-            await commit_versions(
-                calls.peers.channels[service], calls.context(command), command.versions
-            )
+    context = calls.context(command)
+    with calls.reported(
+        Service.GATEWAY, "commit", command, deadline_s=COMMAND_DEADLINE_S, event_of=commit_failed
+    ):
+        await commit_versions(calls.peers.channels[Service.GATEWAY], context, command.versions)
 
     calls.emit(events.Committed(calls.now(), command.versions))
+    if not calls.config.drafter_enabled:
+        return
+    try:
+        await commit_versions(
+            calls.peers.channels[Service.DRAFTER_TRAINER], context, command.versions
+        )
+    except PacelineError as error:
+        calls.went_without(Service.DRAFTER_TRAINER, "commit", error)
 
 
 async def abort_drafter(calls: Calls, command: commands.AbortDrafter) -> None:

@@ -41,6 +41,8 @@ def facts_of(
             )
         )
 
+    if after.lost != before.lost:
+        facts.append(pb.Fact(services_away=pb.ServicesAway(services=sorted(after.lost))))
     if record is not None:
         facts.append(pb.Fact(step_finished=pb.StepFinished(record=record)))
     facts += [

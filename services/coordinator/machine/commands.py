@@ -98,7 +98,9 @@ class SaveCheckpoints(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class AwaitService(Command):
-    """Wait until a peer serves again; answered by ServiceBack or CallFailed."""
+    """Wait until a peer serves again; answered by ServiceBack, or by CallFailed where the run needs
+    it.
+    """
 
     service: Service
 

@@ -143,7 +143,9 @@ class PolicyStepped(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PolicyPrepared(CallAnswer):
-    """The new policy is prepared at the gateway and its head at the drafter trainer."""
+    """The new policy is prepared at the gateway, and its head at the drafter trainer if that is
+    there.
+    """
 
     policy_version: int
     details: Details = field(default_factory=dict)

@@ -8,7 +8,7 @@ from coordinator.machine import events
 from coordinator.machine.commands import AwaitService, FinishRun
 from coordinator.machine.decision import Decision
 from coordinator.machine.drafter import end_lease, preempt
-from coordinator.machine.state import Cause, MachineError, Phase, Service, State
+from coordinator.machine.state import OPTIONAL, Cause, MachineError, Phase, Service, State
 
 CALL_ATTEMPTS = 3
 """Times that a phase's call may begin because of its service: a fault that comes back twice is no
@@ -19,8 +19,8 @@ CALLED_IN: dict[Phase, tuple[Service, ...]] = {
     Phase.EVALUATE: (Service.GATEWAY,),
     Phase.ROLLOUT: (Service.GATEWAY,),
     Phase.POLICY: (Service.POLICY_TRAINER,),
-    Phase.COMMIT: (Service.GATEWAY, Service.DRAFTER_TRAINER),
-    Phase.CLOSING: (Service.POLICY_TRAINER, Service.DRAFTER_TRAINER),
+    Phase.COMMIT: (Service.GATEWAY,),
+    Phase.CLOSING: (Service.POLICY_TRAINER,),
 }
 """Services whose answer a phase waits for: when one comes back the phase's call is made again."""
 
@@ -65,7 +65,10 @@ def deadline(state: State, event: events.Deadline) -> Decision:
 
 
 def call_failed(state: State, event: events.CallFailed) -> Decision:
-    """Fails the run."""
+    """Fails the run; an optional service's goes on, and what it held of slots is free."""
+    if event.service in OPTIONAL:
+        leased = state.lease is not None
+        return end_lease(state, Cause.PREEMPTED, fence=True) if leased else Decision(state)
     return fail(state, f"{event.service}: {event.call}: {event.message}")
 
 

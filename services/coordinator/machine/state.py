@@ -90,6 +90,10 @@ class Service(StrEnum):
     DRAFTER_TRAINER = "drafter_trainer"
 
 
+OPTIONAL = frozenset({Service.DRAFTER_TRAINER})
+"""Peers whose absence ends nothing: the run goes on without them, however long they are away."""
+
+
 class Evaluation(StrEnum):
     """Kinds of evaluation; the values are the keys of StepRecord.evaluations."""
 

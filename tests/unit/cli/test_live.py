@@ -102,3 +102,18 @@ def test_a_finished_step_is_one_line() -> None:
         "held-out accuracy 0.500",
     ):
         assert part in line
+
+
+def test_services_that_are_away_are_named_once_with_what_the_run_does() -> None:
+    output = StringIO()
+    view = RunView("demo-0-1", 10, Console(width=110, file=output))
+    with view:
+        for services in (["drafter_trainer"], ["drafter_trainer"], ["gateway"], []):
+            view.state.take_fact(pb.Fact(services_away=pb.ServicesAway(services=services)))
+        view.state.take_snapshot(pb.GetSnapshotResponse(phase="rollout", away=["drafter_trainer"]))
+    assert output.getvalue().splitlines() == [
+        "away: drafter_trainer; the run goes on without it",
+        "away: gateway; the run waits",
+        "all services answer again",
+        "away: drafter_trainer; the run goes on without it",
+    ]

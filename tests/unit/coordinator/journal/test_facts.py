@@ -5,7 +5,7 @@ from __future__ import annotations
 from coordinator.journal.facts import facts_of
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import RunSettings, State
+from coordinator.machine.state import RunSettings, Service, State
 from coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 from paceline.v1 import coordinator_pb2 as pb
@@ -59,3 +59,17 @@ def test_a_failure_and_a_new_set_are_facts() -> None:
     ] == [1]
     _, facts = told(state, events.Deadline(6.0, state.phase_epoch, "close", 9.0))
     assert [fact.run_finished.failure for fact in facts] == ["close of step 1 took longer than 9 s"]
+
+
+def test_services_that_are_lost_and_back_are_facts() -> None:
+    state, _ = told(State(), events.RunStarted(1.0, RunSettings(), VersionSet()))
+    found = []
+    for event in (
+        events.ServiceLost(2.0, Service.DRAFTER_TRAINER, "gone"),
+        events.ServiceLost(3.0, Service.DRAFTER_TRAINER, "gone"),
+        events.ServiceLost(4.0, Service.GATEWAY, "gone"),
+        events.ServiceBack(5.0, Service.DRAFTER_TRAINER),
+    ):
+        state, facts = told(state, event)
+        found += [list(one.services_away.services) for one in facts]
+    assert found == [["drafter_trainer"], ["drafter_trainer", "gateway"], ["gateway"]]

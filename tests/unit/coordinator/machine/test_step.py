@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from itertools import product
 
@@ -448,8 +449,8 @@ SITUATIONS = {
     "evaluate": (evaluating, commands.Evaluate, {Service.GATEWAY}),
     "rollout": (begun, commands.RunTasks, {Service.GATEWAY}),
     "policy": (in_policy, commands.TrainPolicy, {Service.POLICY_TRAINER}),
-    "commit": (in_commit, commands.Commit, {Service.GATEWAY, Service.DRAFTER_TRAINER}),
-    "closing": (closing, commands.SaveCheckpoints, set(Service) - {Service.GATEWAY}),
+    "commit": (in_commit, commands.Commit, {Service.GATEWAY}),
+    "closing": (closing, commands.SaveCheckpoints, {Service.POLICY_TRAINER}),
 }
 
 
@@ -485,6 +486,19 @@ def test_a_lost_drafter_trainer_frees_the_slot_and_the_rollout_goes_on() -> None
     )
     assert issued == (commands.AwaitService(Service.DRAFTER_TRAINER),)
     assert (state.phase, state.lease) == (Phase.ROLLOUT, None)
+
+
+@pytest.mark.parametrize("state_of", [begun, training, in_policy, in_commit, closing])
+def test_nothing_that_befalls_the_drafter_trainer_ends_the_run(
+    state_of: Callable[[], State],
+) -> None:
+    before = state_of()
+    for event in (
+        events.CallFailed(8, Service.DRAFTER_TRAINER, "recovery", "gone"),
+        events.ServiceLost(9, Service.DRAFTER_TRAINER, "gone"),
+    ):
+        after = step(before, event)[0]
+        assert (after.phase, after.lease) == (before.phase, None)
 
 
 def test_a_lost_worker_gets_its_share_again_under_a_new_epoch_and_not_for_ever() -> None:
