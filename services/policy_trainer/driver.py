@@ -41,6 +41,7 @@ class PolicyDriver:
                 threads_per_rank=config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",
                 config=config,
+                preload=["transformers.models.auto.modeling_auto", "transformers.modeling_utils"],
             ),
             MESSAGES,
             start_deadline_s=config.start_deadline_s,

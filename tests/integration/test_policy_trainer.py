@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import SecurityConfig
 from paceline.errors import InternalError, StaleEpoch, Unavailable, WeightsError
+from paceline.local.news import VARIABLE as NEWS_VARIABLE
+from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
@@ -129,6 +132,7 @@ class World:
     receivers: dict[str, int]
     address: str
     process: asyncio.subprocess.Process | None = None
+    news: int = 0  # end of a news pipe that the trainer inherits
 
     async def spawn(self, **overrides: object) -> asyncio.subprocess.Process:
         keys = {
@@ -151,6 +155,7 @@ class World:
             "policy_trainer",
             *(f"{key}={value}" for key, value in keys.items()),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            pass_fds=(self.news,) if self.news else (),
         )
 
     async def start(self, **overrides: object) -> None:
@@ -485,18 +490,46 @@ async def test_a_trainer_that_replayed_to_other_bits_goes_on_from_what_serves(
 
 
 @pytest.mark.slow
-async def test_a_lost_rank_is_unavailable_and_the_step_can_be_called_again(world: World) -> None:
+async def test_a_killed_rank_costs_a_repeated_step_and_changes_no_bit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, world.news = news_pipe()
+    monkeypatch.setenv(NEWS_VARIABLE, str(world.news))
     await world.start()
-    call = asyncio.create_task(world.step(0, 0))
-    stream = RedisStream(world.client, run_key(world.run, "trajectories"))
-    rank = (await world.status()).rank_pids[1]
-    await stream.create_group("policy")
-    os.kill(rank, signal.SIGKILL)
+    assert world.process is not None
+    await world.append(0, 0)
+    await world.step(0, 0)
+    await world.commit(1)
+    call = asyncio.create_task(world.step(1, 1))
+    before = list((await world.status()).rank_pids)
+    importer = psutil.Process(before[0]).ppid()
+    assert importer != world.process.pid
+    os.kill(before[1], signal.SIGKILL)
     with pytest.raises(Unavailable):
         await call
-    await world.append(0, 0)
-    assert (await world.step(0, 0))[-1].policy_version == 1
-    assert rank not in (await world.status()).rank_pids
+    await world.append(1, 1)
+    assert (await world.step(1, 1))[-1].policy_version == 2
+    after = list((await world.status()).rank_pids)
+    assert not set(before) & set(after)
+    assert {psutil.Process(pid).ppid() for pid in after} == {importer}, "torch is imported again"
+    async with aclosing(heard(reading)) as news, asyncio.timeout(patient(10)):
+        kind, what = await anext(news)
+        assert (kind, "rank 1 of policy_trainer.rank was killed by SIGKILL" in what) == (
+            "impaired",
+            True,
+        )
+        assert (await anext(news))[0] == "recovered"
+    await world.stop()
+
+    killed = [world.weights(version) for version in (1, 2)]
+    world.run, world.directory = f"{world.run}-undisturbed", world.directory / "undisturbed"
+    await world.start()
+    for step in range(2):
+        await world.append(step, step)
+        await world.step(step, step)
+    undisturbed = [world.weights(version) for version in (1, 2)]
+    for one, other in zip(killed, undisturbed, strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
 async def test_a_drafter_trainer_that_is_away_costs_no_step_and_gets_the_next_head(

@@ -21,12 +21,11 @@ from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 
-HERE = Path(__file__).parent
-IMPORTS = os.pathsep.join([str(HERE), *sys.path])
+IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 
 
 def _group(tmp_path: Path, world_size: int = 2, **env: str) -> RankGroup:
-    return RankGroup("rank_echo", world_size, 1, [], tmp_path, {"PYTHONPATH": str(HERE), **env})
+    return RankGroup("rank_echo", world_size, 1, tmp_path, {"PYTHONPATH": IMPORTS, **env})
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alo
     tmp_path: Path,
 ) -> None:
     groups = [
-        RankGroup("rank_sum", 2, 1, [], tmp_path / name, {"PYTHONPATH": IMPORTS})
+        RankGroup("rank_sum", 2, 1, tmp_path / name, {"PYTHONPATH": IMPORTS})
         for name in ("one", "other")
     ]
     async with groups[0], groups[1]:
@@ -131,7 +130,7 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         "import asyncio, pathlib\n"
         "from paceline.ranks.group import RankGroup\n"
         "async def main():\n"
-        f"    group = RankGroup('rank_echo', 1, 1, [], pathlib.Path({str(tmp_path)!r}))\n"
+        f"    group = RankGroup('rank_echo', 1, 1, pathlib.Path({str(tmp_path)!r}))\n"
         f"    await group.start({patient(20.0)})\n"
         "    print(group.pids[0], flush=True)\n"
         "    await group.receive(60.0)\n"
@@ -140,7 +139,7 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": IMPORTS},
     )
     assert parent.stdout is not None
     rank = psutil.Process(int(parent.stdout.readline()))

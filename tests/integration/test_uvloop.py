@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from paceline.local.ports import free_port
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.v1.coordinator_pb2 import Fact
 
-HERE = Path(__file__).parent
+PLACES = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -27,7 +28,7 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 def test_ranks_talk_and_their_death_is_seen(tmp_path: Path) -> None:
     async def main() -> None:
-        async with RankGroup("rank_echo", 2, 1, [], tmp_path, {"PYTHONPATH": str(HERE)}) as ranks:
+        async with RankGroup("rank_echo", 2, 1, tmp_path, {"PYTHONPATH": PLACES}) as ranks:
             await ranks.start(patient(20.0))
             await ranks.send(b"x")
             assert {await ranks.receive(10.0), await ranks.receive(10.0)} == {(0, b"x"), (1, b"x")}

@@ -35,7 +35,8 @@ _MEANINGS = {
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 1 << 16
 _NOT_SHOWN = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
-_ERROR = re.compile(r"error|exception|fatal|critical|terminate|assert", re.IGNORECASE)
+_ERROR = re.compile(r"fatal|terminate|assert|error", re.IGNORECASE)
+_CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
@@ -102,9 +103,11 @@ def last_words(code: int, path: Path, since: int = 0) -> str:
     that log: one line.
     """
     lines = last_lines(path, since=since).split("\n")
-    # What dies by a signal has rarely said why: then its last line is an ordinary one.
-    errors = lines if code > 0 else [line for line in lines if _ERROR.search(line)]
-    said = f": {errors[-1].strip()}" if errors and errors[-1] else ""
+    if code in _CRASHES:  # a stack may follow the error
+        lines = [line for line in lines if _ERROR.search(line)]
+    elif code < 0:  # what is killed from outside has not said why
+        lines = []
+    said = f": {lines[-1].strip()}" if lines and lines[-1] else ""
     return f"{describe_exit(code)}{said}; log {path}"
 
 

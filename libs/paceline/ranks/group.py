@@ -10,11 +10,9 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +21,9 @@ import zmq.asyncio
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from paceline.local.forking import Forked, Forker
 from paceline.local.process_directory import process_directory
-from paceline.local.processes import (
-    LOOPBACK_ONLY,
-    child_environment,
-    die_with_parent,
-    last_lines,
-    last_words,
-)
+from paceline.local.processes import LOOPBACK_ONLY, die_with_parent, last_lines, last_words
 from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
@@ -57,21 +50,22 @@ class RankGroup:
         module: str,
         world_size: int,
         threads_per_rank: int = 1,
-        argv: Sequence[str] = (),
         log_dir: Path = Path("logs"),
         env: Mapping[str, str] | None = None,
         config: Config | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
-        """`config`: what the ranks read with RankLink.config."""
+        """`config`: what the ranks read with RankLink.config; `preload`: modules that `module`
+        imports late.
+        """
         self._module = module
         self._world_size = world_size
-        self._threads = threads_per_rank
-        self._argv = list(argv)
         self._log_dir = log_dir
-        self._env = dict(env or {})
+        own = {"OMP_NUM_THREADS": str(threads_per_rank)}
         if config is not None:
-            self._env[CONFIG_VARIABLE] = config.model_dump_json()
-        self._processes: list[asyncio.subprocess.Process] = []
+            own[CONFIG_VARIABLE] = config.model_dump_json()
+        self._forker = Forker(module, preload, {**(env or {}), **own}, log_dir / f"{module}.log")
+        self._processes: list[Forked] = []
         self._watches: list[asyncio.Task[None]] = []
         self._lost: asyncio.Future[RankLost] | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -94,9 +88,10 @@ class RankGroup:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
         self._bind()
         try:
+            end = asyncio.get_running_loop().time() + deadline_s
             for rank in range(self._world_size):
-                await self._spawn(rank)
-            await self._all_ready(deadline_s)
+                await self._spawn(rank, end - asyncio.get_running_loop().time())
+            await self._all_ready(end - asyncio.get_running_loop().time())
         except BaseException:
             await self.stop(0.0)
             raise
@@ -126,9 +121,14 @@ class RankGroup:
         return rank, payload
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """SIGTERM, `grace_s` seconds, then SIGKILL; afterwards no rank runs and the group can start
-        again.
+        """SIGTERM, `grace_s` seconds, then SIGKILL; afterwards no process runs and the group can
+        start again.
         """
+        await self.end_ranks(grace_s)
+        await self._forker.close()
+
+    async def end_ranks(self, grace_s: float) -> None:
+        """As stop(), but what a start imports stays in memory: the next one is quick."""
         self.signal(signal.SIGTERM)
         if self._watches:
             await asyncio.wait(self._watches, timeout=grace_s)
@@ -145,9 +145,7 @@ class RankGroup:
     def signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""
         for process in self._processes:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
+            process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL every rank, without waiting; stop() cleans up."""
@@ -176,41 +174,27 @@ class RankGroup:
         self._socket.bind(f"ipc://{self._folder}/ranks")
         self._lost = asyncio.get_running_loop().create_future()
 
-    async def _spawn(self, rank: int) -> None:
+    async def _spawn(self, rank: int, deadline_s: float) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        environment = child_environment(
-            {
-                **self._env,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self._world_size),
-                "LOCAL_WORLD_SIZE": str(self._world_size),
-                "OMP_NUM_THREADS": str(self._threads),
-                **LOOPBACK_ONLY,
-                STORE_VARIABLE: f"{self._folder}/store",
-                SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
-            }
-        )
-        with self._log(rank).open("ab") as log:
-            began = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                self._module,
-                *self._argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(self._world_size),
+            **LOOPBACK_ONLY,
+            STORE_VARIABLE: f"{self._folder}/store",
+            SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
+        }
+        log = self._log(rank)
+        began = log.stat().st_size if log.exists() else 0
+        process = await self._forker.fork(environment, log, deadline_s)
         self._processes.append(process)
         self._watches.append(asyncio.create_task(self._watch(rank, process, began)))
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self._module}-rank{rank}.log"
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process, began: int) -> None:
+    async def _watch(self, rank: int, process: Forked, began: int) -> None:
         code = await process.wait()
         if self._lost is not None and not self._lost.done():
             log = self._log(rank)

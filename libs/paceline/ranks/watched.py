@@ -91,7 +91,7 @@ class WatchedRanks(Generic[M]):
                 for news in self._news.values():
                     news.put_nowait(Unavailable(lost, reason=error.reason))
                 self._on_lost(error)
-                await self._group.stop(0.0)
+                await self._group.end_ranks(0.0)
                 if failures > _RESTARTS or not ever_ready:
                     raise
                 _log.error(

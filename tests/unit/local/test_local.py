@@ -229,7 +229,7 @@ def test_an_exit_status_is_told_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
-def test_last_words_are_of_this_life_and_of_a_signal_only_what_speaks_of_an_error(
+def test_last_words_are_of_this_life_and_not_of_what_was_killed_from_outside(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "log"
@@ -237,7 +237,7 @@ def test_last_words_are_of_this_life_and_of_a_signal_only_what_speaks_of_an_erro
     began = log.stat().st_size
     assert last_words(1, log, began) == f"exited with status 1; log {log}"
     with log.open("a") as more:
-        more.write("step 3 has ended\n")
+        more.write("step 3: this will be an error in a future release\n")
     assert last_words(-9, log, began) == f"was killed by SIGKILL; log {log}"
     with log.open("a") as more:
         more.write("Fatal Python error: Aborted\n  stack of 3 frames\n")

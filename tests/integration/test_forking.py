@@ -1,0 +1,123 @@
+"""Forks of a module that was imported once, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.errors import DeadlineExceeded
+from paceline.local.forking import Forked, Forker
+from paceline.local.patience import patient
+
+PLACES = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+DEADLINE_S = patient(30)
+Make = Callable[..., Forker]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    made: list[Forker] = []
+
+    def forker(how: str = "") -> Forker:
+        environment = {"PYTHONPATH": PLACES, "STUB_IMPORT": how}
+        made.append(Forker("forked_stub", [], environment, tmp_path / "imports.log"))
+        return made[-1]
+
+    yield forker
+    for each in made:
+        await each.close()
+
+
+async def fork(forker: Forker, log: Path, word: str = "exit") -> Forked:
+    return await forker.fork({"WORD": word}, log, DEADLINE_S)
+
+
+async def ended(forked: Forked) -> int:
+    return await asyncio.wait_for(forked.wait(), DEADLINE_S)
+
+
+def facts(log: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
+    return found
+
+
+async def test_forks_share_one_import_and_nothing_else(make: Make, tmp_path: Path) -> None:
+    forker, logs = make(), [tmp_path / "0.log", tmp_path / "1.log"]
+    forks = await asyncio.gather(*(fork(forker, log) for log in logs))
+    assert [await ended(each) for each in forks] == [3, 3]
+    assert [each.returncode for each in forks] == [3, 3]
+    first, second = (facts(log) for log in logs)
+    assert (tmp_path / "imports.log").read_text() == "imported\n"
+    assert first["imported_by"] == second["imported_by"] == first["parent"] == second["parent"]
+    assert len({first["parent"], os.getpid(), *(each.pid for each in forks)}) == 4
+    assert (first["as"], first["argv"], first["word"]) == ("forked_stub", ["forked_stub"], "exit")
+    assert (first["input"], first["sigterm"], first["sigchld"]) == ("", True, True)
+    assert first["blocked"] == 0
+    assert first["drawn"] != second["drawn"]
+
+
+async def test_a_signal_reaches_a_fork_alone_and_shows_in_its_end(
+    make: Make, tmp_path: Path
+) -> None:
+    forker = make()
+    forks = [await fork(forker, tmp_path / f"{n}.log", "wait") for n in range(3)]
+    forks[0].kill()
+    assert await ended(forks[0]) == -signal.SIGKILL
+    os.kill(forks[1].pid, signal.SIGKILL)
+    assert await ended(forks[1]) == -signal.SIGKILL
+    forks[0].kill()  # of an ended one: nothing
+    assert forks[2].returncode is None
+    assert psutil.Process(forks[2].pid).is_running()
+
+
+@pytest.mark.parametrize("how", ["thread", "broken"])
+async def test_what_cannot_be_forked_begins_anew(make: Make, tmp_path: Path, how: str) -> None:
+    log = tmp_path / "0.log"
+    forked = await fork(make(how), log)
+    code = await ended(forked)
+    if how == "broken":
+        assert code == 1
+        assert "ValueError: no such device" in log.read_text()
+    else:
+        assert code == 3
+        assert (facts(log)["as"], facts(log)["imported_by"]) == ("__main__", forked.pid)
+
+
+async def test_forks_end_with_their_parent_and_the_next_has_a_new_one(
+    make: Make, tmp_path: Path
+) -> None:
+    forker, log = make(), tmp_path / "0.log"
+    forked = await fork(forker, log, "wait")
+    parent = psutil.Process(forked.pid).parent()
+    assert parent is not None
+    parent.kill()
+    assert await ended(forked) == -signal.SIGKILL
+    assert await ended(await fork(forker, log)) == 3
+    assert facts(log)["parent"] != parent.pid
+
+
+async def test_an_import_that_does_not_end_is_waited_for_until_the_deadline(
+    make: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(DeadlineExceeded, match="forked_stub is not imported"):
+        await make("slow").fork({}, tmp_path / "0.log", 0.2)
+
+
+async def test_nothing_is_left_when_it_is_closed(make: Make, tmp_path: Path) -> None:
+    forker = make()
+    forked = await fork(forker, tmp_path / "0.log", "wait")
+    processes = [psutil.Process(forked.pid), *psutil.Process(forked.pid).parents()[:1]]
+    await forker.close()
+    _, alive = psutil.wait_procs(processes, timeout=patient(5))
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
