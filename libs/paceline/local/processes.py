@@ -51,7 +51,7 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
         return False
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
         raise InternalError("prctl(PR_SET_PDEATHSIG) failed", seen=os.strerror(ctypes.get_errno()))
-    if os.getppid() != int(parent) and not _exists(int(parent)):
+    if os.getppid() != int(parent) and not exists(int(parent)):
         raise SystemExit(1)
     return True
 
@@ -61,10 +61,11 @@ def keep_files_private() -> None:
     os.umask(0o077)
 
 
-def _exists(pid: int) -> bool:
+def exists(pid: int) -> bool:
+    """Whether a process that this user may signal has this id."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 

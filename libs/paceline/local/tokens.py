@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
+from paceline.local.processes import exists
 from paceline.local.user_directory import user_directory
 
 if TYPE_CHECKING:
@@ -52,14 +53,14 @@ def announced(tokens: Mapping[str, str]) -> Iterator[None]:
         if token and port:
             path = user_directory() / "tokens" / port
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            _private_file(path, token).replace(path)
-            written[path] = token
+            written[path] = f"{os.getpid()} {token}"
+            _private_file(path, written[path]).replace(path)
     try:
         yield
     finally:
-        for path, token in written.items():
+        for path, text in written.items():
             with suppress(OSError):
-                if path.read_text() == token:
+                if path.read_text() == text:
                     path.unlink()
 
 
@@ -72,9 +73,11 @@ def token_at(address: str) -> str:
     if not port:
         return ""
     try:
-        return (user_directory() / "tokens" / port).read_text()
+        pid, _, token = (user_directory() / "tokens" / port).read_text().partition(" ")
     except OSError:
         return ""
+    # Who has died may have somebody else's server in its place.
+    return token if pid.isdecimal() and exists(int(pid)) else ""
 
 
 def _loopback_port(address: str) -> str:

@@ -16,6 +16,7 @@ from paceline.config.shared import RunConfig, SecurityConfig
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.tokens import announced, token_at, token_file, use_run_tokens
+from paceline.local.user_directory import user_directory
 
 VARIABLES = ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN")
 
@@ -102,4 +103,16 @@ def test_a_client_finds_the_token_by_the_address_while_somebody_listens(
         with announced({"127.0.0.1:7401": "newer"}):
             assert token_at("127.0.0.1:7401") == "newer"
     assert token_at("127.0.0.1:7402") == ""
+
+
+def test_the_token_of_a_killed_process_is_given_to_nobody(config: ServiceConfig) -> None:
+    killed = subprocess.Popen(["true"])
+    killed.wait(patient(10))
+    with announced({"127.0.0.1:7401": "a"}):
+        path = user_directory() / "tokens" / "7401"
+        path.write_text(path.read_text().replace(str(os.getpid()), str(killed.pid), 1))
+        assert token_at("127.0.0.1:7401") == ""
+
+
+def test_odd_addresses_have_no_token(config: ServiceConfig) -> None:
     assert [token_at(odd) for odd in ("", "localhost", "localhost:../x", "127.0.0.1:")] == [""] * 4
