@@ -72,25 +72,34 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
     assert summary["trajectories_lost"] == 0
 
 
-def test_a_worker_does_not_load_a_damaged_policy_and_serves_the_next_one(tmp_path: Path) -> None:
+def test_neither_a_worker_nor_a_drafters_rank_loads_what_is_damaged_and_both_go_on(
+    tmp_path: Path,
+) -> None:
     process = demo(tmp_path, "--steps", "4", *SMALL)
     lines = wait_for(process, "step 2/4")
     coordinator = pid_of(lines, "coordinator")
     gateway = psutil.Process(pid_of(lines, "gateway"))
     os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
     try:
-        for file in (tmp_path / "demo-0-1").rglob("policy-*/model.safetensors"):
-            flip(file)
+        for spooled in ("policy-*", "policy_head-*"):
+            for file in (tmp_path / "demo-0-1").rglob(f"{spooled}/model.safetensors"):
+                flip(file)
         workers = [
             one for one in gateway.children() if "engines.worker.process" in " ".join(one.cmdline())
         ]
         workers[0].kill()
-        lines = wait_for(process, "does not start")
-        assert "model.safetensors is damaged" in lines[-1]
+        psutil.Process(pid_of(lines, "drafter_trainer")).children()[0].kill()
+        awaited = {"does not start", "drafter_trainer recovered"}
+        while awaited:
+            (line,) = wait_for(process, "")
+            awaited -= {one for one in awaited if one in line}
+            assert "does not start" not in line or "model.safetensors is damaged" in line
     finally:
         os.kill(coordinator, signal.SIGCONT)
     output, _ = process.communicate(timeout=patient(200))
     assert process.returncode == 0, output
     assert "recovered: engine worker" in output, output
+    log = (tmp_path / "demo-0-1" / "logs" / "drafter_trainer.rank-rank0.log").read_text()
+    assert "policy head cannot be used" in log
     summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
     assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)
