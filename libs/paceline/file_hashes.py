@@ -42,7 +42,14 @@ def read_hashes(directory: Path) -> dict[str, str]:
         hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
         if not hashes or not all(isinstance(one, str) for one in hashes.values()):
             raise ValueError("no hash of a file")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise DataLoss(f"{path} is no list of hashes", seen=str(error)[:120]) from error
     return dict(hashes)
 

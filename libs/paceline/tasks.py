@@ -137,7 +137,7 @@ def _jsonl_records(file: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
                 continue
             try:
                 record = json.loads(raw.decode("utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TaskFileError(
                     f"{place}: not a JSON object in UTF-8 ({error})", seen=raw[:80]
                 ) from error

@@ -126,13 +126,11 @@ HOSTILE: dict[str, Attack] = {
     "a million objects inside": posted(CHAT, b'{"messages":' + b'[{"a":' * MB),
     "a number of 1 MB": posted(CHAT, b'{"messages":[],"seed":' + b"9" * 1_000_000 + b"}"),
     "stops of 500 kB": posted(COMPLETIONS, {"prompt": "1", "stop": ["x" * (MB // 2 - 1000)] * 2}),
-    "32 choices of a hard schema": posted(
+    "8 choices of a hard schema": posted(
         CHAT,
-        chat(
-            n=128, response_format={"type": "json_schema", "json_schema": {"schema": HARD_SCHEMA}}
-        ),
+        chat(n=8, response_format={"type": "json_schema", "json_schema": {"schema": HARD_SCHEMA}}),
     ),
-    "arguments of 500 kB": posted(CHAT, chat(messages=[called("[" + "1," * 250_000 + "1]")])),
+    "arguments of 250 kB": posted(CHAT, chat(messages=[called("[" + "1," * 125_000 + "1]")])),
     "an endless body": endless(RESPONSES, 5.0),
     "an endless header": raw_bytes(HEAD + b"x: ", b"y" * 65_536, times=500),
     "a million headers": raw_bytes(HEAD, b"a:b\r\n" * 10_000, times=100),

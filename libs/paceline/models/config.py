@@ -6,7 +6,7 @@ Owns no tensors and imports no torch.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +47,10 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW, FULL_LAYERS = 4096, 28
 """What absent sliding_window and max_window_layers mean, as transformers has it."""
+MAX_COUNT, MAX_LAYERS = 2**31 - 1, 4096
+"""Of anything that a config.json counts, and of layers: what is more is no model, and takes for
+ever to list.
+"""
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -155,7 +159,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path.name} is not JSON: {error}", seen=path) from error
     if not isinstance(raw, dict):
         raise InvalidInput(f"{path.name} must hold an object", seen=path)
@@ -197,7 +201,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         vocab_size=read_count(raw, "vocab_size"),
         hidden_size=read_count(raw, "hidden_size"),
         intermediate_size=read_count(raw, "intermediate_size"),
-        num_layers=read_count(raw, "num_hidden_layers"),
+        num_layers=read_count(raw, "num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=read_count(raw, "num_key_value_heads", heads),
         head_dim=read_count(raw, "head_dim", read_count(raw, "hidden_size") // heads),
@@ -228,7 +232,7 @@ def _reject_windows(raw: Mapping[str, Any]) -> None:
     As transformers has it for Qwen2 and Qwen3: without layer_types the layers from
     max_window_layers on have the window, and all are full where it is null or switched off.
     """
-    layers = read_count(raw, "num_hidden_layers")
+    layers = read_count(raw, "num_hidden_layers", most=MAX_LAYERS)
     window = None
     if read_flag(raw, "use_sliding_window") and raw.get("sliding_window", 0) is not None:
         window = read_count(raw, "sliding_window", WINDOW)
@@ -258,14 +262,20 @@ def _shown(value: object) -> object:
     return "(none)" if value is None else value
 
 
-def read_count(raw: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+def read_count(
+    raw: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MAX_COUNT,
+) -> int:
     """A whole number of a config.json. Raises InvalidInput naming the key."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
-    if type(value) is not int or value < least:
+    if type(value) is not int or not least <= value <= most:
         raise InvalidInput(
-            f"{key} must be a whole number", seen=_shown(value), allowed=f">= {least}"
+            f"{key} must be a whole number", seen=_shown(value), allowed=f"{least} to {most}"
         )
     return value
 
@@ -274,7 +284,11 @@ def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> f
     value = raw.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value <= sys.float_info.max
+    ):
         raise InvalidInput(f"{key} must be a positive number", seen=_shown(value), allowed="> 0")
     return float(value)
 

@@ -96,7 +96,7 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataLoss(
                     f"{path} line {number} is no journal entry", seen=line[:80]
                 ) from error

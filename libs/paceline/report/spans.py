@@ -199,5 +199,5 @@ def _span(line: str) -> SpanRecord | None:
             links=tuple(record.get("links", ())),
             attributes=dict(record.get("attributes", {})),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -179,7 +179,7 @@ def decode_features(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
     """
     try:
         return _decode(header, payload)
-    except (ValueError, TypeError, OverflowError, InvalidInput) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, InvalidInput) as error:
         raise DataLoss(
             "an entry does not decode as a feature batch", seen=f"{type(error).__name__}: {error}"
         ) from error

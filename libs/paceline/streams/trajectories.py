@@ -58,7 +58,7 @@ def decode_trajectory(header: Mapping[str, str], payload: bytes) -> Trajectory:
             )
         key = BranchKey(**{one.name: values.pop(f"key.{one.name}") for one in fields(BranchKey)})
         return Trajectory(key=key, **values | _arrays(payload))
-    except (ValueError, TypeError, OverflowError, InvalidInput) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, InvalidInput) as error:
         raise DataLoss("an entry does not decode as a trajectory", seen=repr(error)) from error
 
 

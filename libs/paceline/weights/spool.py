@@ -248,7 +248,7 @@ class Spool:
             if described["sha256"] != _hash_of_sets(sets):
                 raise ValueError("the sets are not those that were written")
             return [from_object(VersionSet, one) for one in sets][-self._keep :]
-        except (ValueError, KeyError, TypeError, DataLoss) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, DataLoss) as error:
             raise DataLoss(
                 f"{path} is not a list of version sets", seen=str(error)[:120]
             ) from error

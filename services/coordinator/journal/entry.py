@@ -115,6 +115,6 @@ def _record(found: Any) -> StepRecord | None:
         return None
     try:
         return ParseDict(found, StepRecord())
-    except (ParseError, TypeError, AttributeError) as error:
+    except (ParseError, ValueError, TypeError, AttributeError, OverflowError) as error:
         seen = str(found)[:200]
         raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error

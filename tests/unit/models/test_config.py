@@ -132,3 +132,13 @@ def test_layers_of_another_kind_are_refused_by_name(
     raw = {**SMALL, "architectures": [architecture], "layer_types": layer_types}
     with pytest.raises(InvalidInput, match=fault):
         parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", 2**31), ("hidden_size", 2**31), ("rms_norm_eps", 10**400)],
+)
+def test_numbers_that_no_model_has_are_refused_by_name(key: str, value: int) -> None:
+    raw = {**LEAST, "architectures": ["LlamaForCausalLM"], key: value}
+    with pytest.raises(InvalidInput, match=key):
+        parse_config(raw)

@@ -32,7 +32,7 @@ _PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
 """Sampling parameters that bodies spell as they are spelled everywhere."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 1024
 """Of a conversation at most."""
-MAX_ARGUMENTS = 512 << 10
+MAX_ARGUMENTS = 256 << 10
 """Characters of a tool call's arguments at most: they are read and written again as JSON."""
 MAX_JSON_DEPTH = 64
 """Objects and arrays inside each other at most, in values that go on to templates and back to

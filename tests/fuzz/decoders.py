@@ -1,0 +1,444 @@
+"""Every decoder of bytes from outside a process: its name, valid bytes, and how it reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from coordinator.journal.entry import JournalEntry
+from paceline import events
+from paceline.client.answers import (
+    ChatAnswer,
+    OpenedSession,
+    SessionInfo,
+    Task,
+    Tokens,
+    documented_shape,
+)
+from paceline.client.deltas import Joined
+from paceline.client.failures import error_of
+from paceline.client.server_events import EventReader
+from paceline.errors import PacelineError
+from paceline.file_hashes import read_hashes
+from paceline.messages import versions_from_proto
+from paceline.models.config import read_config
+from paceline.ranks.messages import Failed, Saved
+from paceline.report.spans import read_report
+from paceline.streams.features import FeatureBatch, decode_features, encode_features
+from paceline.streams.trajectories import decode_trajectory, encode_trajectory
+from paceline.tasks import read_tasks
+from paceline.tensors import NamedTensor, decode_safetensors, encode_safetensors, from_numpy
+from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
+from paceline.v1 import coordinator_pb2 as cpb
+from paceline.v1 import engine_pb2 as epb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.v1 import weights_pb2 as wpb
+from paceline.weights.manifest import build_manifest, check_manifest, layouts
+from paceline.weights.wire import PushChunk, decode_push, encode_push
+from policy_trainer.messages import MESSAGES
+from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
+from rollout_gateway.api.http.bodies import Outline, parse
+from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from rollout_gateway.api.http.responses.schema import ResponsesBody
+from rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
+from rollout_gateway.chat.parse import ChatParser
+from rollout_gateway.chat.tool_formats import tool_format
+from rollout_gateway.engines.requests.json_schema import check_json_schema
+from rollout_gateway.engines.sampling import check_sampling
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.rewards.code_harness import Wire, unpack
+from rollout_gateway.rewards.remote import reward_of
+from rollout_gateway.sandbox.runs import _checked_files
+
+
+class Decoder(NamedTuple):
+    """One decoder; `read` returns or raises one of `refuses`, and nothing else."""
+
+    valid: tuple[bytes, ...]
+    read: Callable[[bytes], object]
+    refuses: tuple[type[Exception], ...] = (PacelineError,)
+
+
+def text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def as_json(raw: bytes) -> Any:
+    """What a JSON parser before the decoder lets through; {} for the rest."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def in_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """A reader of a directory with one file."""
+
+    def reads(raw: bytes) -> object:
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / name).write_bytes(raw)
+            return read(Path(directory))
+
+    return reads
+
+
+def message(kind: Any, read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    """A reader of what protobuf has parsed."""
+
+    def reads(raw: bytes) -> object:
+        try:
+            found = kind.FromString(raw)
+        except DecodeError:
+            return None
+        return read(found)
+
+    return reads
+
+
+def body(kind: Any) -> Callable[[bytes], object]:
+    def reads(raw: bytes) -> object:
+        Outline(100).add(raw)
+        found = parse(kind, raw)
+        if hasattr(found, "json_schema"):
+            found.sampling(10)
+        return found.request() if hasattr(found, "request") and kind is not ResponsesBody else found
+
+    return reads
+
+
+def responses_body(raw: bytes) -> object:
+    found = parse(ResponsesBody, raw)
+    found.check()
+    return found.request(())
+
+
+def entry(raw: bytes, decode: Callable[[dict[str, str], bytes], object]) -> object:
+    """An entry of a stream: a line of JSON for the header, and the payload."""
+    header, _, payload = raw.partition(b"\n")
+    fields = as_json(header)
+    texts = fields if isinstance(fields, dict) else {}
+    return decode({name: value for name, value in texts.items() if isinstance(value, str)}, payload)
+
+
+def entry_bytes(header: dict[str, str], payload: bytes) -> bytes:
+    return json.dumps(header).encode() + b"\n" + payload
+
+
+def through_pipe(raw: bytes) -> object:
+    """What a reward's child has written."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as pipe:
+        pipe.write(raw[:60_000])
+    own = Wire(reader, os.open(os.devnull, os.O_WRONLY))
+    try:
+        return unpack(own.receive(), lambda number: number)
+    finally:
+        own._reader.close()
+        own._writer.close()
+
+
+def manifest(found: wpb.Manifest) -> object:
+    check_manifest(found, max_bytes=1 << 20)
+    return layouts(found)
+
+
+def parsed_chat(name: Any) -> Callable[[bytes], object]:
+    def reads(raw: bytes) -> object:
+        parser = ChatParser(tool_format(name, ""), reasoning=True)
+        said = raw.decode("utf-8", "replace")
+        for start in range(0, len(said), 7):
+            parser.push(said[start : start + 7])
+        parser.finish()
+        return parser.message
+
+    return reads
+
+
+def client_events(raw: bytes) -> object:
+    reader, joined = EventReader(), Joined()
+    for start in range(0, len(raw), 50):
+        for event in reader.feed(raw[start : start + 50]):
+            joined.add(event)
+    return joined.answer()
+
+
+def client_answers(raw: bytes) -> object:
+    found = as_json(raw)
+    if not isinstance(found, dict):
+        return None
+    for kind in (ChatAnswer, Tokens, Task, SessionInfo, OpenedSession):
+        with suppress(PacelineError), documented_shape():
+            kind.read(found)
+    return None
+
+
+def sampling(found: tpb.SamplingParams) -> object:
+    asked = wire.sampling_from(found)
+    check_sampling(asked, 320)
+    return check_json_schema(asked.json_schema, ignore_eos=False) if asked.json_schema else asked
+
+
+def worker_event(found: epb.WorkerEvent) -> object:
+    if found.WhichOneof("event") == "failed":
+        return wire.error_from(found.failed)
+    return wire.rows_from(found.ready), versions_from_proto(found.ready.versions)
+
+
+def checked_files(found: Any) -> object:
+    files = found.get("files") if isinstance(found, dict) else None
+    return _checked_files(files) if isinstance(files, dict) else None
+
+
+SAID = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2.5]}'}}
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+SAMPLED = {
+    "n": 2,
+    "max_tokens": 4,
+    "seed": 1,
+    "stop": ["a"],
+    "logit_bias": {"5": 1.5},
+    "top_p": 0.5,
+}
+CHAT = {
+    **SAMPLED,
+    "messages": [SAID, {"role": "assistant", "content": "a", "tool_calls": [CALL]}],
+    "tools": [{"type": "function", "function": TOOL}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "2", "is_error": True}
+ANTHROPIC = {
+    "messages": [
+        SAID,
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [RESULT]},
+    ],
+    "system": "s",
+    "tools": [{"name": "f", "input_schema": {}}],
+    "tool_choice": {"type": "tool", "name": "f"},
+    "max_tokens": 4,
+}
+ITEMS = [SAID, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]
+ITEMS += [{"type": "function_call_output", "call_id": "a", "output": "2"}]
+BODIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "/v1/completions": ({**SAMPLED, "prompt": "Hi"}, {"prompt": [[1, 2], [3]]}, {"prompt": ["a"]}),
+    "/v1/chat/completions": (CHAT,),
+    "/v1/messages": (ANTHROPIC,),
+    "/v1/messages/count_tokens": (ANTHROPIC,),
+    "/v1/responses": (
+        {"input": ITEMS, "tools": [{"type": "function", **TOOL}], "metadata": {"a": "b"}},
+    ),
+    "/v1/sessions": ({"task_id": "a", "group_size": 2, "turn_discount": 0.5, "timeout_s": 5},),
+    "/v1/rewards": ({"completion_id": "a", "value": 0.5},),
+    "/v1/sessions/current/reward": ({"value": 0.5, "accumulate": True, "idempotency_key": "k"},),
+    "/v1/sessions/current/complete": ({"reward": 0.5},),
+    "/v1/sessions/current/fail": ({"reason": "infra", "message": "m"},),
+}
+"""Valid bodies of the HTTP paths that take one."""
+
+
+def lines(*values: object) -> bytes:
+    return b"\n".join(json.dumps(value).encode() for value in values)
+
+
+def bodies(path: str) -> tuple[bytes, ...]:
+    return tuple(lines(one) for one in BODIES[path])
+
+
+TENSOR = from_numpy("model.norm.weight", np.arange(6, dtype=np.float32).reshape(2, 3))
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "eos_token_id": [1, 2],
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+SPAN = {
+    **dict.fromkeys(("trace_id", "span_id", "parent_id", "name", "kind", "service"), "a"),
+    "start_ns": 1,
+    "end_ns": 2,
+    "links": [],
+    "attributes": {"a": 1},
+}
+CHUNK = {
+    "id": "c",
+    "choices": [
+        {
+            "delta": {"content": "a", "tool_calls": [{"index": 0, **CALL}]},
+            "token_ids": [1],
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2},
+}
+ANSWER = {
+    "id": "c",
+    "session_id": "s",
+    "api_key": "k",
+    "group_id": "g",
+    "state": "open",
+    "choices": [{"message": {"content": "a", "tool_calls": [CALL]}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+}
+JOURNAL = {
+    "v": 2,
+    "at_s": 1.0,
+    "event": "StepBegan",
+    "data": {"step": 1, "traceparent": ""},
+    "step": 1,
+    "phase": "rollout",
+    "slots": [{"slot": 0, "holder": "engine", "epoch": 1, "worker_state": "idle"}],
+    "record": {"step": 1, "reward_mean": 0.5},
+}
+TASK = {"task_id": "a", "prompt": "1+1=", "answer": "2", "metadata": {"a": "b"}}
+TRAJECTORY = Trajectory(
+    key=BranchKey("r", "s", "b"),
+    step=1,
+    task_id="t",
+    group_id="g",
+    group_size=2,
+    task_index=0,
+    sample_index=1,
+    token_ids=(1, 2, 3),
+    loss_mask=(0, 1, 1),
+    behavior_logprobs=(0.0, -0.5, -1.0),
+    version_spans=(VersionSpan(1, 3, 4),),
+    reward=1.0,
+    seed=7,
+    temperature=1.0,
+    finish_reason="stop",
+    speculation=SpeculationStats(),
+    branch_count=1,
+)
+FEATURES = FeatureBatch(
+    run_id="r",
+    step=1,
+    session_id="s",
+    policy_version=1,
+    lm_head_hash="h",
+    hidden=NamedTensor("hidden", "F32", (2, 3), bytes(24)),
+    token_ids=np.arange(3, dtype=np.int32),
+    positions=np.arange(2, dtype=np.int32),
+    mask=np.ones(2, dtype=np.uint8),
+    versions=np.ones(2, dtype=np.int64),
+    layers="1,3",
+    convention="post_norm",
+)
+REQUEST = epb.EngineRequest(
+    request_id=1,
+    prompt_token_ids=[1, 2],
+    sampling=tpb.SamplingParams(temperature=1.0, max_tokens=4, stop=["a"], json_schema="{}"),
+)
+FACT = cpb.Fact(sequence=1, step_began=cpb.StepBegan(samples=2))
+MANIFEST = build_manifest(epb.WEIGHT_TARGET_POLICY, 1, [TENSOR])
+
+DECODERS: dict[str, Decoder] = {
+    "safetensors": Decoder((bytes(encode_safetensors([TENSOR])),), decode_safetensors),
+    "pushed chunks": Decoder(
+        (encode_push(PushChunk(1, 2, 3, 4, memoryview(b"data"), tpb.CommandContext(run_id="r"))),),
+        decode_push,
+    ),
+    "weight manifests": Decoder((MANIFEST.SerializeToString(),), message(wpb.Manifest, manifest)),
+    "trajectories": Decoder(
+        (entry_bytes(*encode_trajectory(TRAJECTORY)),), lambda raw: entry(raw, decode_trajectory)
+    ),
+    "features": Decoder(
+        (entry_bytes(*encode_features(FEATURES)),), lambda raw: entry(raw, decode_features)
+    ),
+    "tagged JSON": Decoder(
+        (MESSAGES.encode(Saved(1, "p", 2)), MESSAGES.encode(Failed(1, "DataLoss", "m", "R"))),
+        MESSAGES.decode,
+    ),
+    "journal entries": Decoder((lines(JOURNAL),), lambda raw: JournalEntry.from_json(as_json(raw))),
+    "engine requests": Decoder(
+        (REQUEST.SerializeToString(),),
+        message(
+            epb.EngineRequest, lambda found: sampling(wire.request_from(found) and found.sampling)
+        ),
+    ),
+    "worker events": Decoder(
+        (
+            epb.WorkerEvent(ready=epb.WorkerReady(row_width=8, row_layers="1")).SerializeToString(),
+            epb.WorkerEvent(failed=epb.CommandFailed(reason="R", family="R")).SerializeToString(),
+        ),
+        message(epb.WorkerEvent, worker_event),
+    ),
+    "events of the client": Decoder(
+        (b"data: " + lines(CHUNK) + b"\n\ndata: [DONE]\n\n",), client_events
+    ),
+    "answers of the client": Decoder((lines(ANSWER),), client_answers),
+    "errors of the client": Decoder(
+        (lines({"error": {"message": "m", "code": "not_found"}}),), lambda raw: error_of(404, raw)
+    ),
+    "task files": Decoder(
+        (lines(TASK, {**TASK, "task_id": "b"}),),
+        in_file("tasks.jsonl", lambda directory: read_tasks(directory / "tasks.jsonl")),
+    ),
+    "checkpoint configs": Decoder((lines(CONFIG),), in_file("config.json", read_config)),
+    "checkpoint hashes": Decoder(
+        (lines({"sha256": {"a": "0" * 64}}),), in_file("manifest.json", read_hashes)
+    ),
+    "hermes calls": Decoder(
+        (b'<think>a</think>b<tool_call>{"name": "f", "arguments": {"x": [1]}}</tool_call>',),
+        parsed_chat("hermes"),
+    ),
+    "llama calls": Decoder(
+        (b'{"name": "f", "parameters": {"x": 1}}; ',), parsed_chat("llama3_json")
+    ),
+    "mistral calls": Decoder(
+        (b'[TOOL_CALLS][{"name": "f", "arguments": {}}]', b"[TOOL_CALLS]f[ARGS]{}"),
+        parsed_chat("mistral"),
+    ),
+    "JSON schemas": Decoder(
+        (lines(TOOL["parameters"]),), lambda raw: check_json_schema(text(raw), ignore_eos=False)
+    ),
+    "sandbox requests": Decoder(
+        (lines({"files": {"a/b": "x", "c": ""}}),), lambda raw: checked_files(as_json(raw))
+    ),
+    "pipes of rewards": Decoder(
+        (
+            lines({"dict": [[{"tuple": [1, "a"]}, {"bytes": "00ff"}]]}) + b"\n",
+            lines({"complex": [1, 2]}) + b"\n",
+        ),
+        through_pipe,
+        (ValueError, EOFError),
+    ),
+    "rewards at a URL": Decoder((b'{"reward": 0.5}',), reward_of),
+    "span files": Decoder((lines(SPAN, SPAN),), in_file("a.jsonl", read_report)),
+    "facts": Decoder((FACT.SerializeToString(),), lambda raw: events._decode([b"r\0", raw, raw])),
+    **{
+        f"bodies of {path}": Decoder(bodies(path), body(kind))
+        for path, kind in {
+            "/v1/completions": CompletionBody,
+            "/v1/chat/completions": ChatBody,
+            "/v1/messages": MessagesBody,
+            "/v1/messages/count_tokens": ConversationBody,
+            "/v1/sessions": OpenBody,
+            "/v1/sessions/current/reward": RewardBody,
+            "/v1/sessions/current/fail": FailBody,
+        }.items()
+    },
+    "bodies of /v1/responses": Decoder(bodies("/v1/responses"), responses_body),
+}
