@@ -97,7 +97,7 @@ class WatchedRanks(Generic[M]):
                 _log.error(
                     "ranks lost; they are started again", error=str(error), failures=failures
                 )
-                await asyncio.sleep(_BACKOFF_S * failures)
+                await asyncio.sleep(_BACKOFF_S * (failures - 1))
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Waits until the ranks take commands; Unavailable when they do not in time."""
