@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.processes import Meter, child
 from benchmarks.receivers import CHUNK_HEAD, GROUP, TOTAL
@@ -226,13 +227,18 @@ async def _redis(stack: AsyncExitStack) -> tuple[str, int]:
 
 
 def _weights(mib: int) -> list[NamedTensor]:
-    """Random bfloat16 bits in four tensors."""
+    """Normal numbers in bfloat16, in four tensors."""
     rng = np.random.default_rng(0)
     parts = [
-        rng.integers(0, 2**16, part.size * MIB // 2, dtype=np.uint16)
-        for part in np.array_split(range(mib), 4)
+        _normal_bfloat16(rng, (part.size * MIB // 2,)) for part in np.array_split(range(mib), 4)
     ]
     return [from_numpy(f"layers.{index}.weight", part, "BF16") for index, part in enumerate(parts)]
+
+
+def _normal_bfloat16(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
+    """Finite, as weights must be: the upper half of each float32."""
+    numbers = rng.standard_normal(shape, dtype=np.float32)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _features() -> tuple[dict[str, str], bytes]:
@@ -245,9 +251,7 @@ def _features() -> tuple[dict[str, str], bytes]:
         session_id="bench",
         policy_version=0,
         lm_head_hash="0" * 16,
-        hidden=from_numpy(
-            "hidden", rng.integers(0, 2**16, (rows, hidden), dtype=np.uint16), "BF16"
-        ),
+        hidden=from_numpy("hidden", _normal_bfloat16(rng, (rows, hidden)), "BF16"),
         token_ids=rng.integers(0, 1000, rows + 1, dtype=np.int32),
         positions=np.arange(rows, dtype=np.int32),
         mask=np.ones(rows, dtype=np.uint8),

@@ -26,6 +26,7 @@ from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.sampling import Sampling
 
 Tensors = dict[str, Tensor]
+LAYERS, COUNT = "1 to 4096", "1 to 2147483647"
 UP, FC = "model.layers.1.mlp.up_proj.weight", "fc.weight"
 
 
@@ -190,15 +191,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         ({"architectures": "LlamaForCausalLM"}, "architectures", "LlamaForCausalLM", "a list"),
         ({"architectures": "removed"}, "architectures", "(none)", "a list"),
-        ({"num_hidden_layers": "removed"}, "num_hidden_layers", "(none)", ">= 1"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers", "0", ">= 1"),
-        ({"hidden_size": "48"}, "hidden_size", "48", ">= 1"),
-        ({"num_attention_heads": True}, "num_attention_heads", "True", ">= 1"),
+        ({"num_hidden_layers": "removed"}, "num_hidden_layers", "(none)", LAYERS),
+        ({"num_hidden_layers": 0}, "num_hidden_layers", "0", LAYERS),
+        ({"hidden_size": "48"}, "hidden_size", "48", COUNT),
+        ({"num_attention_heads": True}, "num_attention_heads", "True", COUNT),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "4, 3", "divides 4"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads", "0", ">= 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads", "0", COUNT),
         ({"head_dim": 7}, "head_dim", "7", "2, 4"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps", "small", "> 0"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings", "-1", ">= 1"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings", "-1", COUNT),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings", "no", "true, false"),
         ({"eos_token_id": "</s>"}, "eos_token_id", "</s>", ">= 0"),
         ({"hidden_act": "gelu"}, "hidden_act", "gelu", "silu"),
@@ -206,7 +207,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_parameters": "llama3"}, "rope_parameters", "llama3", "an object"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor", "(none)", "> 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -2}}, "factor", "-2", "> 0"),
-        ({"rope_parameters": LLAMA3}, "original_max_position_embeddings", "(none)", ">= 1"),
+        ({"rope_parameters": LLAMA3}, "original_max_position_embeddings", "(none)", COUNT),
         (
             {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
             "high_freq_factor",
