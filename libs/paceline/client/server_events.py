@@ -23,7 +23,8 @@ class EventReader:
 
     def __init__(self) -> None:
         self.done = False
-        self._rest = b""
+        self._rest = bytearray()
+        self._searched = 0  # bytes of the rest in which no line ends
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
@@ -34,10 +35,14 @@ class EventReader:
         self._rest += piece
         while not self.done:
             # A CR at the very end may be half of CR LF.
-            found = _LINE_END.search(self._rest, 0, len(self._rest) - self._rest.endswith(b"\r"))
+            end = len(self._rest) - self._rest.endswith(b"\r")
+            found = _LINE_END.search(self._rest, self._searched, end)
             if found is None:
+                self._searched = end
                 break
-            line, self._rest = self._rest[: found.start()], self._rest[found.end() :]
+            line = bytes(self._rest[: found.start()])
+            del self._rest[: found.end()]
+            self._searched = 0
             if line:
                 self._take(line)
                 continue
