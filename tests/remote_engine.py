@@ -336,8 +336,9 @@ class RemoteEngine:
         )
         self._client.send(merge_evidence=message)
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        self._client.ask(release_memory=pb.ReleaseMemory(tags=[_TAGS[tag] for tag in tags]))
+    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+        asked = pb.ReleaseMemory(tags=[_TAGS[tag] for tag in tags])
+        return self._client.ask(release_memory=asked).done.released_bytes
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         self._client.ask(resume_memory=pb.ResumeMemory(tags=[_TAGS[tag] for tag in tags]))

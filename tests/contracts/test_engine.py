@@ -164,6 +164,7 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         max_batch=4,
         verify_budget=False,
         prefix_tokens=16,
+        memory_saver=True,
     )
     yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
 
@@ -580,7 +581,7 @@ def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting
 ) -> None:
     engine = case.build(None)
     if Capability.RELEASE_MEMORY in engine.info.capabilities:
-        pytest.skip("this engine releases memory; tests/gpu measures it")
+        pytest.skip("this engine releases memory")
     with pytest.raises(
         MissingCapability,
         match=r"the \w+ engine lacks the capability release_memory; .*engine\.sglang",
@@ -588,6 +589,51 @@ def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting
         engine.release_memory((MemoryTag.WEIGHTS,))
     with pytest.raises(MissingCapability):
         engine.resume_memory(())
+
+
+def test_released_memory_refuses_requests_and_comes_back_with_the_same_tokens(case: Case) -> None:
+    expected = run_all(case, [request(1), request(2)])
+    engine = releasing(case)
+    engine.enqueue(request(0))
+    with pytest.raises(FailedPrecondition, match="requests run"):
+        engine.release_memory(())
+    drain(engine)
+    assert engine.release_memory((MemoryTag.KV_CACHE,)) > 0
+    assert engine.release_memory(()) >= 0
+    assert engine.release_memory(()) == 0  # again
+    with pytest.raises(FailedPrecondition, match="given memory back"):
+        engine.enqueue(request(1))
+    engine.resume_memory(())
+    with pytest.raises(FailedPrecondition, match="was not released"):
+        engine.resume_memory((MemoryTag.KV_CACHE,))
+    for number in (1, 2):
+        engine.enqueue(request(number))
+    assert {n: tokens_of(chunks) for n, chunks in drain(engine).items()} == expected
+
+
+def test_a_version_committed_while_memory_is_released_serves_after_its_return(case: Case) -> None:
+    def tokens_under_new_weights(*, released: bool) -> list[int]:
+        engine = releasing(case)
+        if released:
+            engine.release_memory(())
+        engine.prepare_weights(Target.POLICY, 1, case.weights)
+        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.RETRACT)
+        assert engine.versions == VersionSet(1, 1, 0)
+        if released:
+            engine.resume_memory(())
+        engine.enqueue(request(1))
+        (chunk,) = drain(engine)[1]
+        assert chunk.version_spans == (VersionSpan(0, 20, 1),)
+        return list(chunk.token_ids)
+
+    assert tokens_under_new_weights(released=True) == tokens_under_new_weights(released=False)
+
+
+def releasing(case: Case) -> Engine:
+    engine = case.build(None)
+    if Capability.RELEASE_MEMORY not in engine.info.capabilities:
+        pytest.skip("this engine keeps its memory")
+    return engine
 
 
 def test_a_cache_is_flushed_when_nothing_runs_and_changes_no_token(case: Case) -> None:

@@ -62,13 +62,14 @@ def tokens(client: WorkerClient, number: int, arm: str) -> list[int]:
 def test_released_memory_comes_back_and_the_tokens_are_the_same(client: WorkerClient) -> None:
     before = tokens(client, 1, "eagle:3_1_4")
     held = free_mb()
-    client.ask(release_memory=pb.ReleaseMemory())
+    given_back = client.ask(release_memory=pb.ReleaseMemory()).done.released_bytes
     released = free_mb()
     client.ask(resume_memory=pb.ResumeMemory())
     sys.stdout.write(
         f"released {released - held:.0f} MB of {torch.cuda.mem_get_info()[1] / 2**20:.0f} MB\n"
     )
     assert released - held > 1000
+    assert given_back / 2**20 == pytest.approx(released - held, abs=64)
     assert tokens(client, 2, "eagle:3_1_4") == before
 
 

@@ -261,8 +261,10 @@ class TokensEmitted(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., rows_written: _Optional[int] = ..., rows_dropped: _Optional[int] = ...) -> None: ...
 
 class CommandDone(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("released_bytes",)
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: int
+    def __init__(self, released_bytes: _Optional[int] = ...) -> None: ...
 
 class CommandFailed(_message.Message):
     __slots__ = ("reason", "message", "family")

@@ -61,8 +61,8 @@ class CommandedEngine(Protocol):
     def enqueue(self, request: Request) -> None:
         """Queue a request.
 
-        Raises InvalidInput (prompt empty, token out of range, too long, unknown arm) or
-        MissingCapability.
+        Raises InvalidInput (prompt empty, token out of range, too long, unknown arm),
+        MissingCapability, or FailedPrecondition while memory is released.
         """
         ...
 
@@ -108,15 +108,19 @@ class CommandedEngine(Protocol):
         """
         ...
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give device memory back (no tags: all).
+    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+        """Give device memory back (no tags: all); returns bytes. Again: 0 bytes.
 
-        Raises MissingCapability; FailedPrecondition while requests run.
+        Until `resume_memory`, enqueue raises FailedPrecondition; weights may be prepared and
+        committed. Raises MissingCapability; FailedPrecondition while requests run.
         """
         ...
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take released memory again (no tags: all). Raises MissingCapability."""
+        """Take released memory again (no tags: all) and serve what was committed last.
+
+        Raises MissingCapability; FailedPrecondition for a tag that was not released.
+        """
         ...
 
     def flush_cache(self) -> None:

@@ -23,7 +23,8 @@ class Capability(StrEnum):
 
 
 SETTINGS = {
-    Capability.RELEASE_MEMORY: "engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
+    Capability.RELEASE_MEMORY: "engine.kind=embedded, or engine.kind=sglang with "
+    "engine.sglang.memory_saver=true on a GPU",
     Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden "
     "rows",
     Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter "

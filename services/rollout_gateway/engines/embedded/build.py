@@ -52,7 +52,8 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     with torch.inference_mode():
         speculation = Speculation(spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner))
         store = _store(spec, speculation, policy, capacity, inner, captured=sink is not None)
-    weights = EngineWeights(policy, speculation, load)
+    freed = model_dir if spec.memory_saver else None
+    weights = EngineWeights(policy, speculation, load, freed)
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
         return EmbeddedEngine(
@@ -79,9 +80,12 @@ def _policy_loader(
     """Reads a version of the policy, as the engine serves it."""
 
     def load(path: Path) -> DecoderWeights:
+        tensors = read_tensors(path)
+        if spec.memory_saver:  # pages of a file are not ours to free
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         weights = build_weights(
             config,
-            read_tensors(path),
+            tensors,
             dtype=DTYPES[spec.dtype],
             positions=positions,
             int8=spec.quantize == "int8",

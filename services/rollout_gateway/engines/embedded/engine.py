@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.errors import FailedPrecondition
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.embedded.capture import Capture
@@ -34,9 +33,14 @@ from rollout_gateway.engines.nouns import (
     PauseMode,
     Request,
     RowLayout,
-    missing,
 )
 from rollout_gateway.engines.requests.admission import Admission, check_capabilities
+from rollout_gateway.engines.requests.memory import (
+    EngineMemory,
+    MemoryPart,
+    check_held,
+    check_idle,
+)
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
@@ -67,12 +71,19 @@ class EmbeddedEngine:
         self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
         self._admission = admission
         self._device_tflops = device_tflops
+        self._memory = EngineMemory(
+            {
+                MemoryTag.WEIGHTS: MemoryPart(weights.release, weights.resume),
+                MemoryTag.KV_CACHE: MemoryPart(self._release_cache, store.allocate),
+            }
+        )
         capabilities = {
             Capability.PENALTIES: True,
             Capability.CAPTURE: capture.possible,
             Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
             Capability.REJECTED_ROWS: capture.takes_rejected,
             Capability.JSON_SCHEMA: grammars.possible,
+            Capability.RELEASE_MEMORY: True,
         }
         self._capabilities = frozenset(one for one, there in capabilities.items() if there)
         self._ended = SpeculationStats()
@@ -131,6 +142,7 @@ class EmbeddedEngine:
 
     def enqueue(self, request: Request) -> None:
         """See Engine.enqueue."""
+        check_held(self._memory.released)
         self._speculation.check_arm(request.forced_arm)
         check_capabilities("embedded", self._capabilities, request)
         self._grammars.check(request.sampling)
@@ -155,6 +167,10 @@ class EmbeddedEngine:
     def has_work(self) -> bool:
         """See Engine.has_work."""
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def _unfinished(self) -> int:
+        return len(self._scheduler.running) + len(self._scheduler.waiting)
 
     # ---- control
 
@@ -204,18 +220,21 @@ class EmbeddedEngine:
         """See Engine.merge_evidence."""
         self._speculation.bandit.merge(evidence)
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """See Engine.release_memory."""
-        raise missing("embedded", Capability.RELEASE_MEMORY)
+    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+        """See Engine.release_memory; weights go with engine.embedded.memory_saver alone."""
+        return self._memory.release(tags, self._unfinished)
+
+    def _release_cache(self) -> int:
+        self._prefixes.forget()
+        return self._store.release()
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.resume_memory."""
-        raise missing("embedded", Capability.RELEASE_MEMORY)
+        self._memory.resume(tags)
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; drafters that learn from text forget it as well."""
-        if self.has_work:
-            raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
+        check_idle(self._unfinished)
         self._prefixes.forget()
         self._speculation.drafters.flush()
 

@@ -29,6 +29,10 @@ class EmbeddedConfig(Config):
     """Use torch.compile for each layer after its attention (models/compiled.py): 10-30 s at the
     first steps, a C++ compiler, and on the CPU measured no gain.
     """
+    memory_saver: bool = False
+    """Free the policy's weights as well while a worker's slot is lent out, and read them again
+    from their files before it generates; else its keys and values alone are freed.
+    """
     prefix_slots: int = Field(default=32, ge=0)
     """Ended requests kept for prompts that begin alike, each as large as a running one; 0: no
     reuse.

@@ -5,8 +5,11 @@ Owns no running request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from paceline.models.decoder import DecoderWeights
 from paceline.trajectory import Target, VersionSet
@@ -23,12 +26,19 @@ class EngineWeights:
         policy: DecoderWeights,
         speculation: Speculation,
         load_policy: Callable[[Path], DecoderWeights],
+        directory: Path | None = None,
     ) -> None:
-        """load_policy reads another version of the policy, as the engine serves it."""
+        """load_policy reads another version of the policy, as the engine serves it; `directory`:
+        where it reads the serving one again, None: that stays in memory.
+        """
         self.policy = policy
         self._speculation = speculation
         self._load_policy = load_policy
-        self._prepared: PreparedVersions[DecoderWeights | DrafterVersion] = PreparedVersions()
+        self._directory = directory
+        self._released = False
+        self._prepared: PreparedVersions[tuple[Path, DecoderWeights | DrafterVersion]] = (
+            PreparedVersions()
+        )
 
     @property
     def versions(self) -> VersionSet:
@@ -42,7 +52,7 @@ class EngineWeights:
         """
         policy = target is Target.POLICY
         read = self._load_policy if policy else self._speculation.drafters.prepare
-        self._prepared.put(target, version, read(path))
+        self._prepared.put(target, version, (path, read(path)))
 
     def forget(self, target: Target, version: int) -> None:
         """Drop a prepared version, if there is one."""
@@ -54,11 +64,47 @@ class EngineWeights:
         Raises WeightsError and changes nothing when a part is missing.
         """
         changes = self._prepared.changes(versions)
-        for new in changes.values():
+        for path, new in changes.values():
             if isinstance(new, DecoderWeights):
-                self.policy = new
+                self.policy, self._directory = new, self._directory and path
                 self._speculation.bind(new)
             else:
                 self._speculation.serve_drafter(new)
         self._prepared.serve(versions)
+        if self._released:
+            self.release()
         return Target.POLICY in changes
+
+    def release(self) -> int:
+        """Free the policy's memory, also that of a policy committed before `resume`; returns bytes,
+        0 where it stays.
+        """
+        if self._directory is None:
+            return 0
+        self._released = True
+        freed = 0
+        for tensor in _tensors(self.policy):
+            storage = tensor.untyped_storage()
+            if storage.resizable():  # all but the rotation table
+                freed += storage.nbytes()  # 0 for one that tensors share, from the second on
+                storage.resize_(0)  # whoever refers to a tensor of it keeps its shape alone
+        return freed
+
+    def resume(self) -> None:
+        """Read the policy that serves again. Raises WeightsError, DataLoss or InvalidInput."""
+        if self._released and self._directory is not None:
+            self.policy = self._load_policy(self._directory)
+            self._speculation.drafters.bind(self.policy)
+            self._released = False
+
+
+def _tensors(weights: object) -> Iterator[Tensor]:
+    """The tensors of weights and of their parts."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, tuple):
+        for part in weights:
+            yield from _tensors(part)
+    elif is_dataclass(weights):
+        for field in fields(weights):
+            yield from _tensors(getattr(weights, field.name))

@@ -54,6 +54,9 @@ def _carry_out(
                 engine.merge_evidence(from_message(Evidence, merged.evidence))
         case "get_health":
             return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
+        case "release_memory":
+            freed = engine.release_memory(_tags(command.release_memory.tags))
+            return pb.WorkerEvent(done=pb.CommandDone(released_bytes=freed))
         case None:
             raise InvalidInput("a command without content", seen=command.command_id)
         case _:
@@ -82,8 +85,6 @@ def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chun
             engine.abort_weights(wire.noun_of(wire.TARGETS, given_up.target), given_up.version)
         case "set_speculation":
             engine.force_arm(command.set_speculation.forced_arm)
-        case "release_memory":
-            engine.release_memory(_tags(command.release_memory.tags))
         case "resume_memory":
             engine.resume_memory(_tags(command.resume_memory.tags))
         case "flush_cache":

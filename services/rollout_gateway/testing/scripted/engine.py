@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.arm_names import OFF, speculator_of
-from paceline.errors import FailedPrecondition, WeightsError
+from paceline.errors import WeightsError
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
@@ -34,10 +34,15 @@ from rollout_gateway.engines.nouns import (
     Request,
     RoundSplit,
     RowLayout,
-    missing,
 )
 from rollout_gateway.engines.requests.admission import Admission, check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm, situation_of
+from rollout_gateway.engines.requests.memory import (
+    EngineMemory,
+    MemoryPart,
+    check_held,
+    check_idle,
+)
 from rollout_gateway.engines.requests.versions import PreparedVersions
 from rollout_gateway.testing.scripted.replies import Script
 from rollout_gateway.testing.scripted.request import ScriptedRun
@@ -65,6 +70,7 @@ class ScriptedEngine:
         self._waiting: list[ScriptedRun] = []
         self._running: list[ScriptedRun] = []
         self._prepared: PreparedVersions[None] = PreparedVersions()
+        self._memory = scripted_memory(spec)
         self._paused = False
         self._forced = ""
         self._tokens = 0
@@ -80,7 +86,7 @@ class ScriptedEngine:
             spec.hidden_size,
             spec.max_sequence_tokens,
             spec.arms,
-            frozenset({Capability.CAPTURE, Capability.DRAFTER_UPDATE}),
+            frozenset({Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.RELEASE_MEMORY}),
             RowLayout.last(spec.hidden_size),
         )
 
@@ -111,6 +117,7 @@ class ScriptedEngine:
         )
 
     def enqueue(self, request: Request) -> None:
+        check_held(self._memory.released)
         sequence = self._admission.sequence(request)
         sequence.enqueued_s = self._clock.now()
         check_capabilities("scripted", self.info.capabilities, request)
@@ -189,18 +196,15 @@ class ScriptedEngine:
     def merge_evidence(self, evidence: Evidence) -> None:
         self._bandit.merge(evidence)
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """See Engine.release_memory."""
-        raise missing("scripted", Capability.RELEASE_MEMORY)
+    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+        return self._memory.release(tags, len(self._running) + len(self._waiting))
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """See Engine.resume_memory."""
-        raise missing("scripted", Capability.RELEASE_MEMORY)
+        self._memory.resume(tags)
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; there is none."""
-        if self.has_work:
-            raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
+        check_idle(len(self._running) + len(self._waiting))
 
     def close(self) -> None:
         self.abort(None)
@@ -274,6 +278,21 @@ def cost_samples(spec: ScriptedSpec) -> list[CostSample]:
         if arm in spec.arms
         for batch, seconds in sizes.items()
     ]
+
+
+def scripted_memory(spec: ScriptedSpec) -> EngineMemory:
+    """Bytes that a float32 model of these sizes would have: its head, and a row of keys and values
+    per token.
+    """
+    sizes = {
+        MemoryTag.WEIGHTS: 4 * spec.vocab_size * spec.hidden_size,
+        MemoryTag.KV_CACHE: 8 * spec.max_batch * spec.max_sequence_tokens * spec.hidden_size,
+    }
+
+    def part(size: int) -> MemoryPart:
+        return MemoryPart(release=lambda: size, resume=lambda: None)
+
+    return EngineMemory({tag: part(size) for tag, size in sizes.items()})
 
 
 def build_scripted(

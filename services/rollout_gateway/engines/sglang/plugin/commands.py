@@ -5,9 +5,11 @@ Every rank obeys; rank 0 answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from paceline.errors import FailedPrecondition
 from paceline.trajectory import Target, VersionSet
@@ -25,6 +27,7 @@ from rollout_gateway.engines.nouns import (
 )
 from rollout_gateway.engines.requests.admission import check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm
+from rollout_gateway.engines.requests.memory import check_held, check_idle, check_released
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
 from rollout_gateway.engines.worker.commands import answer
@@ -64,6 +67,7 @@ class SchedulerEngine:
 
     def enqueue(self, request: Request) -> None:
         plugin = self._plugin
+        check_held(self._released)
         check_arm(request.forced_arm, plugin.arms.arms)
         check_capabilities("sglang", plugin.info.capabilities, request)
         tracked = Tracked(plugin.admission.sequence(request), plugin.versions.drafter)
@@ -112,12 +116,15 @@ class SchedulerEngine:
         changes = plugin.weights.prepared.changes(versions)
         retract = Target.POLICY in changes and mode is PauseMode.RETRACT
         retract |= Target.DRAFTER in changes and plugin.spec.drafter_swap == "retract"
+        retract &= not self._released  # nothing runs then, and nothing is cached
         if Target.POLICY in changes and mode is PauseMode.ABORT:
             self.abort(None)
         was_paused = plugin.scheduler._engine_paused
         if retract:
             self.pause(PauseMode.RETRACT)
-        plugin.weights.commit(plugin.scheduler.weight_updater, versions)
+        plugin.weights.commit(versions)
+        if MemoryTag.WEIGHTS not in self._released:
+            plugin.weights.load_committed(self._updater)
         if retract:
             if not plugin.scheduler.flush_cache(empty_cache=False):
                 raise RuntimeError(f"SGLang kept keys and values of the old weights at {versions}")
@@ -138,31 +145,46 @@ class SchedulerEngine:
     def merge_evidence(self, evidence: Evidence) -> None:
         self._plugin.arms.bandit.merge(evidence)
 
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Nothing runs: SGLang would fail otherwise."""
+    def release_memory(self, tags: Sequence[MemoryTag]) -> int:
+        """Nothing runs: SGLang would fail otherwise. Bytes: what is free on the device beyond what
+        was.
+        """
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         self._check_memory()
-        self._check_idle()
-        asked = ReleaseMemoryOccupationReqInput(tags=[str(tag) for tag in tags] or None)
-        self._plugin.scheduler.weight_updater.release_memory_occupation(asked)
+        check_idle(len(self._plugin.requests))
+        wanted = [str(tag) for tag in tags or MemoryTag if tag not in self._released]
+        if not wanted:
+            return 0
+        free, _ = torch.cuda.mem_get_info()
+        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=wanted))
+        return max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Weights come back from the host's copy."""
+        """Weights come back from the host's copy; what was committed meanwhile is loaded then."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._check_memory()
-        updater = self._plugin.scheduler.weight_updater
-        wanted = [str(tag) for tag in tags] or sorted(updater.offload_tags)
-        if held := sorted(set(wanted) - set(updater.offload_tags)):
-            raise FailedPrecondition(
-                "this memory was not released", seen=held, allowed=sorted(updater.offload_tags)
-            )
-        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
+        check_released(tags, self._released)
+        wanted = [str(tag) for tag in tags] or sorted(self._released)
+        if wanted:
+            self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
+        if MemoryTag.WEIGHTS not in self._released:
+            self._plugin.weights.load_committed(self._updater)
+
+    @property
+    def _updater(self) -> Any:
+        return self._plugin.scheduler.weight_updater
+
+    @property
+    def _released(self) -> Collection[str]:
+        """Tags of the memory that SGLang has given back."""
+        released: Collection[str] = self._updater.offload_tags
+        return released
 
     def flush_cache(self) -> None:
-        self._check_idle()
         plugin = self._plugin
+        check_idle(len(plugin.requests))
         if not plugin.scheduler.flush_cache(empty_cache=False):
             raise FailedPrecondition(
                 "SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request"
@@ -180,10 +202,6 @@ class SchedulerEngine:
             if tracked is not None:
                 req.extra_key = key
                 tracked.drafter_version = plugin.versions.drafter
-
-    def _check_idle(self) -> None:
-        if running := len(self._plugin.requests):
-            raise FailedPrecondition("requests run; abort them or wait", seen=running)
 
     def _check_memory(self) -> None:
         if Capability.RELEASE_MEMORY not in self._plugin.info.capabilities:

@@ -58,6 +58,8 @@ class PluginWeights:
                 name: shape for name, shape in shapes.items() if name not in left_out
             }
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
+        self._unloaded: dict[Target, dict[str, Tensor]] = {}
+        """Tensors of the serving set that the device does not hold yet."""
         self.prepared: PreparedVersions[dict[str, Tensor]] = PreparedVersions()
         self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
@@ -104,16 +106,21 @@ class PluginWeights:
                     allowed="the same",
                 )
 
-    def commit(self, updater: Any, versions: VersionSet) -> None:
-        """Load the changed parts through SGLang's updater; raises what PreparedVersions.changes
-        does.
+    def commit(self, versions: VersionSet) -> None:
+        """Serve a set, whose changed parts `load_committed` brings to the device; raises what
+        PreparedVersions.changes does.
         """
         changes = self.prepared.changes(versions)
-        for target, tensors in changes.items():
-            load(updater, _SELECTORS[target], tensors)
+        self._unloaded |= changes
         if Target.POLICY in changes:
             self.head_hash = hash_head(head_of(changes[Target.POLICY]))
         self.prepared.serve(versions)
+
+    def load_committed(self, updater: Any) -> None:
+        """Load through SGLang's updater what was committed and is not on the device."""
+        while self._unloaded:
+            target, tensors = self._unloaded.popitem()
+            load(updater, _SELECTORS[target], tensors)
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
