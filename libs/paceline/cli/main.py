@@ -182,6 +182,21 @@ def demo(
 
 
 @app.command()
+def doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="settings of the run that is to come"),
+    ] = None,
+    config: ConfigFiles = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Check this machine before a run: what fails, what is doubtful, and what to do."""
+    from paceline.cli.doctor import check_machine
+
+    _run(check_machine(list(config or []), list(words or []), Console(), as_json=as_json))
+
+
+@app.command()
 def status(
     address: Annotated[str, typer.Option(help="address of the coordinator")] = "127.0.0.1:7400",
 ) -> None:

@@ -182,10 +182,11 @@ def run_launches(
     waited for.
     """
     words = [word for path in files for word in ("--config", str(path))]
-    return [_launch(spec, config, [*words, *overrides]) for spec in SERVICES]
+    return [launch_of(spec, config, [*words, *overrides]) for spec in SERVICES]
 
 
-def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
+def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
+    """How to start one service. Raises Unavailable or ConfigError for a Redis that cannot be."""
     command = (sys.executable, "-m", spec.module, *spec.arguments, *arguments)
     if not spec.address_key:
         return _redis_launch(spec, config, command)

@@ -38,8 +38,8 @@ KV_MARGIN = 64
 """KV slots of a request beyond its tokens: what drafts reserve."""
 
 
-def check_installed() -> None:
-    """Raises ConfigError when SGLang is absent or of another version."""
+def check_installed() -> str:
+    """The version of SGLang. Raises ConfigError when it is absent or of another one."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
@@ -51,6 +51,7 @@ def check_installed() -> None:
         ) from None
     if found not in VERSIONS:
         raise ConfigError("this SGLang is not supported", seen=found, allowed=", ".join(VERSIONS))
+    return found
 
 
 def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:

@@ -1,0 +1,122 @@
+"""Looks whether a run can start on this machine: what `paceline doctor` finds before one.
+
+Each check is the one that a start makes; here all of them are made, and none ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import shutil
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from paceline.config import ServiceConfig
+from paceline.errors import PacelineError
+from paceline.local.child import Launch
+from paceline.local.disk import lack_of_room
+from paceline.local.findings import Finding, looked_at
+from paceline.local.patience import patient
+from paceline.local.ports import require_free
+from paceline.local.processes import child_environment, describe_exit
+from paceline.local.redis import find_redis_server
+from paceline.local.services import SERVICES
+from paceline.local.supervisor import EXTERNAL_REDIS_S, launch_of
+from paceline.local.user_directory import user_directory
+from paceline.report.machine import machine_in_words
+
+OPEN_FILES = 4096
+"""An agent's connection is a file of the gateway's, and so is each worker's socket."""
+GATEWAY_CHECKS = "rollout_gateway.machine_checks"
+_GATEWAY_CHECKS_S = 120.0
+
+
+async def findings(
+    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
+) -> AsyncIterator[Finding]:
+    """The checks of a run with these settings, each as soon as it is made."""
+    yield Finding("machine", "ok", machine_in_words())
+    yield looked_at("user directory", lambda: f"{user_directory()} is private")
+    yield _disk(Path(config.run.dir))
+    yield _open_files()
+    for spec in SERVICES:
+        try:
+            launch = launch_of(spec, config, ())
+            if not spec.address_key:
+                yield await _redis(launch)
+        except PacelineError as error:
+            yield Finding.of_error(spec.name, error)
+            continue
+        for address, setting in launch.ports:
+            yield looked_at(setting, partial(_free, address, setting))
+    for finding in await _of_gateway(files, overrides):
+        yield finding
+
+
+async def _redis(launch: Launch) -> Finding:
+    """The server that would be started, or the one of others. Raises what its check raises."""
+    if launch.command:
+        return Finding(launch.name, "ok", f"{find_redis_server()} will be started")
+    assert launch.healthy is not None
+    doubts = await launch.healthy(EXTERNAL_REDIS_S)
+    if not doubts:
+        return Finding(launch.name, "ok", "the server that the settings name answers")
+    return Finding(launch.name, "warn", doubts, "change its redis.conf, or leave the URL out")
+
+
+def _free(address: str, setting: str) -> str:
+    require_free(address, setting)
+    return f"{address} is free"
+
+
+def _disk(directory: Path) -> Finding:
+    there = next(one for one in (directory, *directory.absolute().parents) if one.is_dir())
+    try:
+        lack = lack_of_room(there)
+    except OSError as error:
+        advice = "set run.dir to a directory that this user may write"
+        return Finding("disk", "fail", f"{there}: {error.strerror}", advice)
+    if lack:
+        return Finding("disk", "fail", lack, "make room, or set run.dir to another disk")
+    return Finding("disk", "ok", f"{shutil.disk_usage(there).free >> 20:,} MiB free at {there}")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 <= soft < OPEN_FILES
+    seen = f"{'any number' if soft < 0 else soft} for a process"
+    advice = f"ulimit -n {min(OPEN_FILES, hard) if hard > 0 else OPEN_FILES}" if few else ""
+    return Finding("open files", "warn" if few else "ok", seen, advice)
+
+
+async def _of_gateway(files: Sequence[Path], overrides: Sequence[str]) -> list[Finding]:
+    """What the gateway's own program finds."""
+    words = [word for path in files for word in ("--config", str(path))]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        GATEWAY_CHECKS,
+        *words,
+        *overrides,
+        env=child_environment(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(patient(_GATEWAY_CHECKS_S)):
+            out, err = await process.communicate()
+    except TimeoutError:
+        return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} is not done in time")]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        words = err.decode(errors="replace").strip().splitlines() or [""]
+        seen = f"{describe_exit(process.returncode)}: {words[-1]}"
+        return [Finding("gateway", "fail", f"{GATEWAY_CHECKS} {seen}")]
+    return [Finding(**each) for each in json.loads(out.decode().splitlines()[-1])]

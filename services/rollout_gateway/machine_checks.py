@@ -1,0 +1,91 @@
+"""Checks what the gateway needs of a machine: torch, GPUs, SGLang, walls around code of models.
+
+`python -m rollout_gateway.machine_checks [--config FILE] [key=value ...]` prints a JSON list of
+findings; a program of its own, because it imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from paceline.config import load_config
+from paceline.errors import ConfigError, PacelineError
+from paceline.local.findings import Finding, looked_at
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.sandbox import Sandbox
+from rollout_gateway.sandbox.runs import ALL_LAYERS
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def torch_and_gpus() -> list[Finding]:
+    """Whether torch is there and sees the GPUs that the machine has."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        advice = "pip install 'paceline[train]', or make setup in a clone"
+        return [Finding("torch", "fail", f"cannot be imported: {error}", advice)]
+    version = Finding("torch", "ok", torch.__version__)
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        seen = ", ".join(f"{card.name} ({card.total_memory >> 30} GiB)" for card in cards)
+        return [version, Finding("gpu", "ok", seen)]
+    if NVIDIA_DRIVER.exists():
+        advice = "install torch's CUDA build for this driver, and look at CUDA_VISIBLE_DEVICES"
+        return [version, Finding("gpu", "warn", "a driver is there, torch sees no GPU", advice)]
+    return [version, Finding("gpu", "ok", "none: engines and trainers run on the CPU")]
+
+
+def sglang(config: GatewayConfig) -> Finding:
+    """Whether the SGLang that is there can be driven; only its engine needs one."""
+    from rollout_gateway.engines.sglang.host import check_installed
+
+    found = looked_at("sglang", check_installed)
+    if found.verdict == "ok" or config.engine.kind == "sglang":
+        return found
+    return Finding("sglang", "ok", f"{found.seen}; engine.kind={config.engine.kind} needs none")
+
+
+async def walls(config: GatewayConfig) -> Finding:
+    """What would shut in the code of models. Only a gateway that asks for walls by name refuses to
+    start without.
+    """
+    isolation = config.rewards.sandbox.isolation
+    try:
+        layers = await Sandbox(config.rewards.sandbox).layers()
+    except PacelineError as error:
+        refused = isinstance(error, ConfigError) and isolation != "auto"
+        return Finding.of_error("sandbox", error, "fail" if refused else "warn")
+    if layers:
+        weaker = "" if layers == ALL_LAYERS else " (not every layer is to be had here)"
+        return Finding("sandbox", "ok", f"{'+'.join(layers)}{weaker}")
+    advice = 'gateway.rewards.sandbox.isolation = "auto", unless the code is trusted'
+    return Finding("sandbox", "warn", "limits alone: code reads files, opens sockets", advice)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the findings."""
+    parser = argparse.ArgumentParser(prog="python -m rollout_gateway.machine_checks")
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    words = parser.parse_intermixed_args(argv)
+    findings: list[Finding] = []
+    try:
+        config = load_config(GatewayConfig, "gateway", words.config, words.overrides)
+    except ConfigError as error:
+        findings.append(Finding.of_error("gateway settings", error))
+        config = GatewayConfig()
+    findings += torch_and_gpus()
+    if findings[-1].check == "gpu":  # torch is there, which the engine's host imports
+        findings.append(sglang(config))
+    findings.append(asyncio.run(walls(config)))
+    print(json.dumps([asdict(finding) for finding in findings]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`paceline doctor` before a run: every check is made, and what fails says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.doctor import finding_line
+from paceline.local.findings import Finding
+from paceline.local.ports import free_ports
+
+ADDRESSES = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http", "events")
+pytestmark = pytest.mark.timeout(180)
+
+
+def doctor(
+    tmp_path: Path, *settings: str, files: int = 65_536, **environment: str
+) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Exit status, findings by check, and what stands on stderr."""
+    free = [f"addresses.{n}=127.0.0.1:{p}" for n, p in zip(ADDRESSES, free_ports(6), strict=True)]
+    words = [sys.executable, "-m", "paceline.cli.main", "doctor", "--json"]
+    command = [*words, f"run.dir={tmp_path / 'run'}", *free, *settings]
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    files = min(files, hard) if hard > 0 else files
+    limit = f"import os, resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, ({files}, {hard})); "
+    inner = [sys.executable, "-c", f"{limit}os.execv(sys.argv[1], sys.argv[1:])", *command]
+    kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    done = subprocess.run(
+        inner, capture_output=True, text=True, timeout=150, env={**kept, **environment}, check=False
+    )
+    found = json.loads(done.stdout) if done.stdout else []
+    return done.returncode, {one["check"]: one for one in found}, done.stderr
+
+
+def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
+    code, found, err = doctor(tmp_path)
+    assert [one for one in found.values() if one["verdict"] == "fail"] == [], err
+    assert code == 0
+    expected = {"machine", "user directory", "disk", "open files", "redis", "redis_features"}
+    expected |= {f"addresses.{name}" for name in ADDRESSES} | {"torch", "gpu", "sglang", "sandbox"}
+    assert set(found) == expected
+    assert "cannot" not in found["torch"]["seen"]
+
+
+def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -> None:
+    (open_to_all := tmp_path / f"paceline-{os.getuid()}").mkdir()
+    open_to_all.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, found, err = doctor(
+            tmp_path,
+            f"addresses.gateway=127.0.0.1:{port}",
+            "redis.features_url=redis://:secret@127.0.0.1:1/0",
+            "gateway.rewards.sandbox.isolation=limits",
+            files=256,
+            TMPDIR=str(tmp_path),
+        )
+    assert code == 1, err
+    verdicts = {name: one["verdict"] for name, one in found.items() if one["verdict"] != "ok"}
+    assert verdicts == {
+        "user directory": "fail",
+        "open files": "warn",
+        "addresses.gateway": "fail",
+        "redis_features": "fail",
+        "sandbox": "warn",
+    }
+    assert f"port {port} is in use" in found["addresses.gateway"]["seen"]
+    assert "ulimit -n" in found["open files"]["advice"]
+    assert "0700" in found["user directory"]["advice"]
+    assert "does not answer" in found["redis_features"]["seen"]
+    assert "secret" not in json.dumps(found)
+    assert "auto" in found["sandbox"]["advice"]
+
+
+def test_what_to_do_stands_below_what_was_seen() -> None:
+    bad = finding_line(Finding("disk", "fail", "full [x]", "make room"))
+    assert bad.splitlines()[1].endswith("make room")
+    assert r"\[x]" in bad
+    assert "\n" not in finding_line(Finding("disk", "ok", "room", "none needed"))
