@@ -154,8 +154,9 @@ def parsed_chat(name: Any) -> Callable[[bytes], object]:
     def reads(raw: bytes) -> object:
         parser = ChatParser(tool_format(name, ""), reasoning=True)
         said = raw.decode("utf-8", "replace")
-        for start in range(0, len(said), 7):
-            parser.push(said[start : start + 7])
+        size = max(7, len(said) // 1000)
+        for start in range(0, len(said), size):
+            parser.push(said[start : start + size])
         parser.finish()
         return parser.message
 

@@ -99,8 +99,11 @@ class Gateway:
 
         async def ask() -> grpc.StatusCode:
             call = self.served.channel.stream_stream(f"/paceline.v1.{method}")(timeout=patient(20))
-            await call.write(raw)
-            await call.done_writing()
+            with suppress(grpc.aio.AioRpcError):
+                await call.write(raw)
+                await call.done_writing()
+                async for _ in call:  # the status comes behind the answers
+                    pass
             code: grpc.StatusCode = await call.code()
             return code
 

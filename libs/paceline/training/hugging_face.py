@@ -23,7 +23,11 @@ def load_causal_lm(directory: Path, dtype: torch.dtype) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa"
+            directory,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation="sdpa",
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
