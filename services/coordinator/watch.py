@@ -23,6 +23,8 @@ class AcceptanceWatch:
         """Takes one transition in; a fall's figures, once per change of drafter, else None."""
         if not isinstance(event, TasksFinished) or before.phase is not Phase.ROLLOUT:
             return None
+        if event.epoch != before.phase_epoch:
+            return None
         tokens = event.details.get("trained_round_tokens")
         rounds = event.details.get("trained_rounds")
         if not isinstance(tokens, int) or not isinstance(rounds, int):

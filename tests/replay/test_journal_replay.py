@@ -128,6 +128,12 @@ def test_a_record_holds_what_the_events_of_its_step_said() -> None:
     assert dict(record.policy) == {"loss": 0.5, "reward_mean": 0.75, "push_s": 0.4}
 
 
+def test_events_that_come_twice_are_recorded_once() -> None:
+    twice = [event for event in EVENTS for _ in range(2)]
+    once, again = played(EVENTS), played(twice)
+    assert (again[0], again[1].finished) == (once[0], once[1].finished)
+
+
 def test_evaluations_are_added_to_the_record_of_the_step_before_them() -> None:
     one_step = RunSettings(workers=1, total_steps=1, accuracy_enabled=True)
     _, records, _ = played(

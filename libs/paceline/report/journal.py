@@ -110,6 +110,7 @@ def read_history(path: Path) -> RunHistory:
     began_s = ended_s = away_s = 0.0
     tokens, phase = 0, ""
     decisions: Counter[str] = Counter()
+    counted: set[str] = set()
     entries = list(read_entries(path))
     for entry in entries:
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
@@ -121,16 +122,22 @@ def read_history(path: Path) -> RunHistory:
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
             records[record.step] = record
         if event in ("RunStarted", "Committed"):
-            served.append(VersionSet(**{name: int(n) for name, n in data["versions"].items()}))
+            versions = VersionSet(**{name: int(n) for name, n in data["versions"].items()})
+            if served[-1:] != [versions]:
+                served.append(versions)
         elif event == "EvaluationDone" and data.get("value") is not None:
             steps, kind, value = int(entry["step"]), str(data["kind"]), float(data["value"])
             evaluations.setdefault(kind, {})[steps] = value
             if steps - 1 in records:  # the step it was made after
                 records[steps - 1].evaluations[kind] = value
-        elif event == "Detached":
-            tokens += int(data.get("details", {}).get("tokens", 0))
-        elif event in ("GatePromoted", "GateDecided"):
-            decisions[str(data.get("decision", "promoted"))] += 1
+        elif event in ("Detached", "GatePromoted", "GateDecided"):
+            if (told := json.dumps([event, data])) in counted:
+                continue  # it came twice
+            counted.add(told)
+            if event == "Detached":
+                tokens += int(data.get("details", {}).get("tokens", 0))
+            else:
+                decisions[str(data.get("decision", "promoted"))] += 1
 
     if not began_s:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)

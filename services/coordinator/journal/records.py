@@ -22,6 +22,7 @@ class StepRecords:
         self._began_s = 0.0
         self._rolled_out_s = 0.0
         self._waits_since = 0.0
+        self._detached = 0  # epoch of the newest lease whose steps are counted
         self._drafter_since: dict[int, float] = {}
         self._pulls: Counter[str] = Counter()
 
@@ -35,13 +36,17 @@ class StepRecords:
             case events.TasksFinished() if after.phase is not before.phase:
                 self._rolled_out_s = event.at_s
                 self._take_rollout(event.details)
-            case events.Detached():  # Counted even where Preempted overtook it.
+            case events.Detached() if event.epoch > self._detached:
+                # Late where Preempted came first, and counted once nevertheless.
+                self._detached = event.epoch
                 self._open.drafter_steps += int(_number(event.details, "steps"))
             case events.PolicyStepped() | events.PolicyPrepared() if (
                 event.epoch == before.phase_epoch
             ):
                 self._take_policy(event)
-            case events.EvaluationDone() if event.epoch == before.phase_epoch:
+            case events.EvaluationDone() if (
+                before.phase is Phase.EVALUATE and event.epoch == before.phase_epoch
+            ):
                 return self._evaluated(event, after)
             case events.Committed() if after.step > before.step:
                 return self._close(event)

@@ -49,6 +49,7 @@ def commit_failed(state: State, event: CommitFailed) -> Decision:
         state, commands, _ = serve(replace(state, promoted=None, committing=None))
         # Under the epoch of the commit beside it: receivers refuse older ones.
         return Decision(state, (AbortDrafter(state.step, state.epoch, rejected), *commands))
+    state = replace(state, committing=None)
     return try_again(state, Phase.POLICY, f"commit: {event.message}")
 
 

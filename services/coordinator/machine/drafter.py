@@ -74,8 +74,9 @@ def promoted(state: State, event: events.GatePromoted) -> Decision:
     A prepared candidate is no right to a slot: it counts even when Preempted overtook it.
     """
     older = state.promoted
-    state = replace(state, promoted=event.drafter_version)
-    if older is None or older == event.drafter_version:
+    version = event.drafter_version
+    state = replace(state, promoted=version, candidate=(event.epoch, version))
+    if older is None or older == version:
         return Decision(state)
     if state.committing is not None and state.committing.drafter == older:
         return Decision(state)  # about to serve

@@ -35,7 +35,8 @@ def generate(state: State) -> Decision:
     When the tasks run again every worker may get samples, so the drafter leaves first.
     """
     if state.lease is not None:
-        return preempt(replace(state, rollout_restart=True))
+        epoch = state.epoch + 1  # the former call's answers are late from now on
+        return preempt(replace(state, epoch=epoch, phase_epoch=epoch, rollout_restart=True))
     state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
     waiting = [i for i, worker in enumerate(state.workers) if worker is not WorkerState.GENERATING]
     state = move_workers(state, waiting, Cause.STEP_BEGAN)

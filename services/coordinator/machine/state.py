@@ -159,6 +159,7 @@ class State:
     versions: VersionSet = field(default_factory=VersionSet)
     previous_drafter: int | None = None  # served before the serving drafter; None after a rollback
     promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
+    candidate: tuple[int, int] = (0, 0)  # promoted last: its lease's epoch, its version
     rollback: bool = False  # serve the previous drafter again before the next policy
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None

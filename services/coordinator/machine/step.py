@@ -13,8 +13,9 @@ of which PREEMPT is passed without a lease and DRAFTER outside the serial schedu
 Two things have states beside the phase: each worker (WORKER_TRANSITIONS), and the drafter's lease,
 which begins in ROLLOUT or DRAFTER and is over before POLICY or COMMIT. Whatever loses a call, a
 service that is away or a coordinator that is started again, enters the phase again: the call is
-made under a new epoch, and what the old one still answers is late. A late event changes nothing and
-is answered by Refuse; one that cannot happen raises MachineError.
+made under a new epoch, and what the old one still answers is late, as is everything that comes a
+second time. A late event changes nothing and is answered by Refuse; one that cannot happen raises
+MachineError.
 
 No clock and no randomness: the same events give the same state and the same commands, so a journal
 replays.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 from coordinator.machine import boundary, commit, drafter, events, losses, policy, rollout
 from coordinator.machine.commands import Command
 from coordinator.machine.decision import Decision, refused
-from coordinator.machine.state import MachineError, Phase, Service, State
+from coordinator.machine.state import MachineError, Phase, Service, State, WorkerState
 
 
 class PhaseRow(NamedTuple):
@@ -68,14 +69,28 @@ def none(state: State, event: events.Event) -> Mark:
     return Mark("", 0, 0)
 
 
+def begin(state: State, event: events.RunStarted) -> Mark:
+    """Late when the run has begun."""
+    return Mark("", 0, 0, over=state.phase is not Phase.NEW)
+
+
 def step_number(state: State, event: events.StepBegan) -> Mark:
-    """Late when the step is over."""
-    return Mark("step", event.step, state.step)
+    """Late when the step has begun."""
+    over = state.phase not in (Phase.NEW, Phase.READY)
+    return Mark("step", event.step, state.step, over)
 
 
 def call(state: State, event: events.CallAnswer) -> Mark:
-    """Late when the phase has made a newer call."""
-    return Mark("epoch", event.epoch, state.phase_epoch)
+    """Late when the call has been answered or made again."""
+    over = state.phase not in losses.CALLED_IN
+    return Mark("epoch", event.epoch, state.phase_epoch, over)
+
+
+def share(state: State, event: events.ShareDone) -> Mark:
+    """As `call` has it, and when the worker has released its slots."""
+    generates = state.workers[event.worker : event.worker + 1] in ((), (WorkerState.GENERATING,))
+    over = state.phase is Phase.ROLLOUT and not generates
+    return call(state, event)._replace(over=over)
 
 
 def lease(state: State, event: events.CallAnswer) -> Mark:
@@ -84,8 +99,9 @@ def lease(state: State, event: events.CallAnswer) -> Mark:
 
 
 def newest_lease(state: State, event: events.GatePromoted) -> Mark:
-    """Late when there is a newer lease; one that is over is no matter."""
-    return Mark("epoch", event.epoch, state.lease_epoch)
+    """Late when there is a newer lease or candidate; a lease that is over is no matter."""
+    over = (event.epoch, event.drafter_version) <= state.candidate
+    return Mark("epoch", event.epoch, state.lease_epoch, over)
 
 
 def lease_or_call(state: State, event: events.TrainerFailed | events.Deadline) -> Mark:
@@ -116,13 +132,13 @@ LIVE = BEGUN - {Phase.FINISHED, Phase.FAILED}
 LEASED = {Phase.ROLLOUT, Phase.PREEMPT, Phase.DRAFTER}
 
 EVENTS: dict[type[events.Event], EventRow] = {
-    events.RunStarted: EventRow({Phase.NEW}, none, boundary.run_started),
+    events.RunStarted: EventRow({Phase.NEW}, begin, boundary.run_started),
     events.Resumed: EventRow(BEGUN, none, boundary.resumed),
     events.StopRequested: EventRow(LIVE, none, boundary.stop_requested),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
     events.StepBegan: EventRow({Phase.READY}, step_number, rollout.step_began),
-    events.ShareDone: EventRow({Phase.ROLLOUT}, call, rollout.share_done),
+    events.ShareDone: EventRow({Phase.ROLLOUT}, share, rollout.share_done),
     events.TasksFinished: EventRow({Phase.ROLLOUT}, call, rollout.tasks_finished),
     events.WorkerLost: EventRow({Phase.ROLLOUT}, call, rollout.worker_lost),
     events.DrafterActivated: EventRow(LEASED, lease, drafter.noted),

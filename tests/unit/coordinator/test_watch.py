@@ -42,11 +42,12 @@ def test_only_finished_rollouts_of_the_running_step_are_taken() -> None:
     watch = AcceptanceWatch(0.3)
     good = {"trained_round_tokens": 300, "trained_rounds": 100}
     worse = {"trained_round_tokens": 200, "trained_rounds": 100}
-    first = State(phase=Phase.ROLLOUT, versions=VersionSet(1, 1, 1))
-    second = State(phase=Phase.ROLLOUT, versions=VersionSet(2, 2, 2))
-    late = State(phase=Phase.POLICY, versions=VersionSet(2, 2, 2))
+    first = State(phase=Phase.ROLLOUT, phase_epoch=1, versions=VersionSet(1, 1, 1))
+    second = State(phase=Phase.ROLLOUT, phase_epoch=2, versions=VersionSet(2, 2, 2))
+    late = State(phase=Phase.POLICY, phase_epoch=2, versions=VersionSet(2, 2, 2))
     assert watch.observe(first, events.TasksFinished(1.0, 1, good)) is None
     assert watch.observe(late, events.TasksFinished(2.0, 1, worse)) is None
+    assert watch.observe(second, events.TasksFinished(2.5, 1, worse)) is None, "of a former call"
     assert watch.observe(second, events.PolicyStepped(3.0, 1, 1, worse)) is None
     assert watch.observe(second, events.TasksFinished(4.0, 2)) is None
     fell = watch.observe(second, events.TasksFinished(5.0, 2, worse))

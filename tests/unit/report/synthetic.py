@@ -131,13 +131,19 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
         [_slot(i, "policy", epoch + 3, "completed") for i in both],
     )
     yield _entry(
-        now + 1.90, "GateDecided", step, "rollout", decision="kept" if step % 3 else "frozen"
+        now + 1.90,
+        "GateDecided",
+        step,
+        "rollout",
+        epoch=epoch + 2,
+        decision="kept" if step % 3 else "frozen",
     )
     yield _entry(
         now + 1.96,
         "Detached",
         step,
         "policy",
+        epoch=epoch + 2,
         details={"tokens": 2000, "steps": 1},
         reason="preempted",
     )

@@ -50,6 +50,16 @@ def test_time_without_a_coordinator_is_told_apart(tmp_path: Path, synthetic: Mod
     assert history.away_s == pytest.approx(middle["at_s"] - entries[-4]["at_s"])
 
 
+def test_what_a_journal_tells_twice_counts_once(
+    tmp_path: Path, history: RunHistory, synthetic: ModuleType
+) -> None:
+    twice = [entry for entry in synthetic.entries(30) for _ in range(2)]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in twice))
+    again = read_history(tmp_path / "journal.jsonl")
+    assert (again.drafter_tokens, again.decisions) == (history.drafter_tokens, history.decisions)
+    assert again.served == history.served
+
+
 def test_an_amended_record_replaces_the_first(tmp_path: Path, synthetic: ModuleType) -> None:
     entries = list(synthetic.entries(1))
     closing = next(entry for entry in entries if entry.get("record"))

@@ -51,14 +51,16 @@ def test_a_failure_and_a_new_set_are_facts() -> None:
         events.PolicyPrepared(4.0, 2, 1),
     ):
         state, _ = told(state, event)
-    state, facts = told(state, events.Committed(5.0, VersionSet(1, 1, 0)))
+    failed = told(state, events.Deadline(6.0, state.phase_epoch, "commit", 9.0))[1]
+    assert [fact.run_finished.failure for fact in failed] == [
+        "commit of step 0 took longer than 9 s"
+    ]
+    facts = told(state, events.Committed(5.0, VersionSet(1, 1, 0)))[1]
     assert [
         fact.version_committed.versions.policy
         for fact in facts
         if fact.HasField("version_committed")
     ] == [1]
-    _, facts = told(state, events.Deadline(6.0, state.phase_epoch, "close", 9.0))
-    assert [fact.run_finished.failure for fact in facts] == ["close of step 1 took longer than 9 s"]
 
 
 def test_services_that_are_lost_and_back_are_facts() -> None:
