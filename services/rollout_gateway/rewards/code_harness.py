@@ -42,11 +42,16 @@ class Wire:
         self._writer.flush()
 
     def receive(self) -> Any:
-        """Raises EOFError when the other side has ended or sends too much."""
+        """Raises EOFError when the other side has ended or sends too much, ValueError for no
+        JSON.
+        """
         line = self._reader.readline(MAX_MESSAGE_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError("the code has ended")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except RecursionError as error:
+            raise ValueError("nested too deep to be read") from error
 
 
 def pack(value: Any, keep: Callable[[Any], int]) -> Any:
