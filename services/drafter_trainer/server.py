@@ -19,7 +19,7 @@ from drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.messages import shared_fields, to_message
 from paceline.models.config import check_model
-from paceline.rpc import EpochGuard, Server, channel, check_run
+from paceline.rpc import EPOCHS, EpochGuard, Server, channel, check_run
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
@@ -235,8 +235,8 @@ def _detached(message: m.Stopped) -> pb.ActivateResponse:
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
     check_model(Path(config.model))
-    ranks, guard = DrafterDriver(config), EpochGuard(config.security)
-    spool = Spool(Path(config.run.dir) / "spool-drafter-trainer", keep=4)
+    ranks, spool_dir = DrafterDriver(config), Path(config.run.dir) / "spool-drafter-trainer"
+    spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
     await _tell_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
     weights = WeightServicer(spool, guard, HeadHooks(ranks), targets=(WEIGHT_TARGET_POLICY_HEAD,))

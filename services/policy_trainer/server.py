@@ -11,7 +11,7 @@ from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.messages import shared_fields
 from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
-from paceline.rpc import EpochGuard, Server, check_run
+from paceline.rpc import EPOCHS, EpochGuard, Server, check_run
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
@@ -32,7 +32,7 @@ class PolicyServicer(PolicyServiceServicer):
     def __init__(self, config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
         self._config = config
         self._ranks = ranks
-        self._guard = EpochGuard(config.security)
+        self._guard = EpochGuard(config.security, Path(config.run.dir) / "policy" / EPOCHS)
 
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any

@@ -15,7 +15,7 @@ import uvicorn
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.tokens import AGENT, token_file
-from paceline.rpc import EpochGuard, Server, is_loopback
+from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
@@ -77,7 +77,7 @@ def _example(config: GatewayConfig, port: int) -> str:
 async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
     """A gateway inside the block; gives its gRPC and HTTP ports."""
     gateway = Gateway(config)
-    guard = EpochGuard(config.security)
+    guard = EpochGuard(config.security, config.spool and config.spool / EPOCHS)
     server = Server(config.addresses.gateway, config.security)
     server.add(
         add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE

@@ -4,13 +4,14 @@ Owns transport, security, errors and fencing, no service.
 """
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
-from paceline.rpc.epochs import EpochGuard, check_run, leased
+from paceline.rpc.epochs import EPOCHS, EpochGuard, check_run, leased
 from paceline.rpc.malloc import set_malloc_thresholds
 from paceline.rpc.security import check_events, is_loopback, scope_of
 from paceline.rpc.server import Server
 from paceline.rpc.status import error_from_rpc, rpc_errors
 
 __all__ = [
+    "EPOCHS",
     "EpochGuard",
     "Server",
     "channel",

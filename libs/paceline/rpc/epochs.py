@@ -5,16 +5,21 @@ coordinator never gave.
 from __future__ import annotations
 
 import hmac
+import json
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
 
 from paceline.config import SecurityConfig
 from paceline.config.shared import RUN_ID
-from paceline.errors import InvalidInput, StaleEpoch
+from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, StaleEpoch
 from paceline.rpc.status import NOT_ALLOWED
 from paceline.v1.trajectory_pb2 import CommandContext
 
 _RUNS_KEPT = 64
+EPOCHS = "epochs.json"
+"""Name of a guard's file, beside what it guards."""
 
 
 def leased(security: SecurityConfig, run_id: str, step: int, epoch: int) -> CommandContext:
@@ -35,16 +40,22 @@ class EpochGuard:
     For use on one event loop.
     """
 
-    def __init__(self, security: SecurityConfig) -> None:
+    def __init__(self, security: SecurityConfig, file: Path | None = None) -> None:
+        """`file`: keeps the epochs over a restart; None forgets them with this process.
+
+        Raises DataLoss when what it holds are no epochs.
+        """
         self._security = security
-        self._highest: OrderedDict[str, int] = OrderedDict()
+        self._file = file
+        self._highest: OrderedDict[str, int] = OrderedDict(_read(file) if file else {})
 
     def check(self, context: CommandContext) -> None:
         """Remember the command's epoch.
 
         Raises StaleEpoch when a higher epoch was seen for that run; InvalidInput when the command
         names no run, and (NOT_ALLOWED) when its epoch is new and carries no proof of a lease:
-        leases grow one at a time, and one wrong number would shut everybody else out.
+        leases grow one at a time, and one wrong number would shut everybody else out;
+        ResourceExhausted when a new epoch cannot be kept.
         """
         run, epoch = context.run_id, context.epoch
         if not re.fullmatch(RUN_ID, run):
@@ -61,11 +72,19 @@ class EpochGuard:
                 f"a newer lease of run {run} is in force", seen=epoch, allowed=f"at least {highest}"
             )
         self.check_proof(context)
+        if epoch > highest:
+            self._keep(run, epoch)
 
-        self._highest[run] = epoch
-        self._highest.move_to_end(run)
-        if len(self._highest) > _RUNS_KEPT:
-            self._highest.popitem(last=False)
+    def _keep(self, run: str, epoch: int) -> None:
+        """On disk before in memory: a command that is carried out has shut out the older ones."""
+        kept = OrderedDict(self._highest)
+        kept[run] = epoch
+        kept.move_to_end(run)
+        if len(kept) > _RUNS_KEPT:
+            kept.popitem(last=False)
+        if self._file is not None:
+            _write(self._file, kept)
+        self._highest = kept
 
     def check_proof(self, context: CommandContext) -> None:
         """Raises InvalidInput (NOT_ALLOWED) for a new epoch without the proof of a lease.
@@ -87,6 +106,33 @@ class EpochGuard:
     def highest(self, run_id: str) -> int:
         """Highest epoch seen for a run; 0 for a run never seen."""
         return self._highest.get(run_id, 0)
+
+
+def _read(file: Path) -> dict[str, int]:
+    if not file.exists():
+        return {}
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return {str(run): int(epoch) for run, epoch in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataLoss(
+            f"{file} holds no epochs; without it commands of old leases would be obeyed",
+            seen=str(error)[:120],
+            allowed="remove it when nothing of the run is alive",
+        ) from error
+
+
+def _write(file: Path, epochs: Mapping[str, int]) -> None:
+    """A kill leaves the old content or the new. Not synced, as that may stop an event loop for
+    seconds while weights are written: with the power goes whoever could send an old epoch.
+    """
+    temporary = file.with_suffix(".tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(epochs), encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise ResourceExhausted(f"{file} cannot be written", seen=error) from error
 
 
 def _proof(token: str, run_id: str, epoch: int) -> str:

@@ -5,7 +5,8 @@ Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.j
 where the manifest's metadata has one, and `<dir>/versions.json` (the last sets committed, newest
 last, and their sha256). What lies on disk is read against its hashes (integrity.py) before anybody
 loads it. Every write goes to a temporary name, is synced and renamed, so that a kill at any point
-leaves either the old state or the new one.
+leaves either the old state or the new one. The epochs.json beside them is the receiver's
+(paceline.rpc.epochs).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.errors import WeightsError
+from paceline.errors import StaleEpoch, WeightsError
 from paceline.local.patience import patient
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
@@ -30,8 +30,13 @@ async def push(served: Any, target: int, version: int) -> None:
     await push_weights(served.channel, manifest, tensors, CONTEXT)
 
 
-async def commit(served: Any, versions: VersionSet, mode: int = pb.PAUSE_MODE_IN_PLACE) -> None:
-    await commit_versions(served.channel, CONTEXT, versions, mode)
+async def commit(
+    served: Any,
+    versions: VersionSet,
+    mode: int = pb.PAUSE_MODE_IN_PLACE,
+    context: tpb.CommandContext = CONTEXT,
+) -> None:
+    await commit_versions(served.channel, context, versions, mode)
 
 
 async def worker_versions(served: Any) -> list[tuple[int, int]]:
@@ -84,6 +89,19 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
         assert await worker_versions(served) == [(3, 2), (3, 2)]
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert (status.versions.seq, status.versions.policy, status.versions.drafter) == (1, 3, 2)
+
+
+async def test_a_commit_of_an_old_lease_is_refused_by_a_restarted_gateway_too(
+    serve_gateway: Any,
+) -> None:
+    newer = tpb.CommandContext(run_id="local", step=1, epoch=6)
+    async with serve_gateway() as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        await commit(served, VersionSet(1, 1, 0), context=newer)
+    async with serve_gateway() as served:
+        with pytest.raises(StaleEpoch, match="seen: 1; allowed: at least 6"):
+            await commit(served, VersionSet(2, 1, 0))
+        await commit(served, VersionSet(2, 1, 0), context=newer)
 
 
 async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_refused(

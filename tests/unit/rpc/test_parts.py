@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,7 +16,14 @@ from grpc_status import rpc_status
 
 from paceline import errors
 from paceline.config import SecurityConfig
-from paceline.errors import ConfigError, InvalidInput, PacelineError, StaleEpoch
+from paceline.errors import (
+    ConfigError,
+    DataLoss,
+    InvalidInput,
+    PacelineError,
+    ResourceExhausted,
+    StaleEpoch,
+)
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, error_from_rpc, is_loopback, leased
 from paceline.rpc.security import check_events, check_security, check_token
@@ -185,6 +193,37 @@ def test_an_epoch_below_the_highest_seen_is_stale_per_run() -> None:
     guard.check(context(1, run="other"))
     guard.check(context(3))
     assert (guard.highest("r"), guard.highest("other"), guard.highest("never")) == (3, 1, 0)
+
+
+def test_an_old_lease_is_stale_after_a_restart_too_and_a_new_one_once_its_epoch_is_kept(
+    tmp_path: Path,
+) -> None:
+    kept = tmp_path / "not" / "there" / "epochs.json"
+    guard = EpochGuard(SecurityConfig(), kept)
+    guard.check(context(6))
+    guard.check(context(2, run="other"))
+
+    restarted = EpochGuard(SecurityConfig(), kept)
+    with pytest.raises(StaleEpoch, match="seen: 1; allowed: at least 6"):
+        restarted.check(context(1))
+    assert (restarted.highest("r"), restarted.highest("other")) == (6, 2)
+
+    kept.unlink()
+    kept.mkdir()  # nothing can be written there
+    (kept / "x").touch()
+    with pytest.raises(ResourceExhausted, match="cannot be written"):
+        restarted.check(context(7))
+    assert restarted.highest("r") == 6
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"r": "many"}', "[" * 5000, '{"r": null}'])
+def test_a_file_that_holds_no_epochs_is_refused_and_not_overlooked(
+    tmp_path: Path, text: str
+) -> None:
+    kept = tmp_path / "epochs.json"
+    kept.write_text(text)
+    with pytest.raises(DataLoss, match=r"epochs.json holds no epochs"):
+        EpochGuard(SecurityConfig(), kept)
 
 
 def test_a_command_without_a_run_is_refused() -> None:
