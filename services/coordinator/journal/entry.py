@@ -115,6 +115,13 @@ def _record(found: Any) -> StepRecord | None:
         return None
     try:
         return ParseDict(found, StepRecord())
-    except (ParseError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (
+        ParseError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        SystemError,  # protobuf's, for a field's name that is no UTF-8
+    ) as error:
         seen = str(found)[:200]
         raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error

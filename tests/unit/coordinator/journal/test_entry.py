@@ -102,6 +102,7 @@ def test_an_entry_is_plain_json_that_reports_read() -> None:
         ({"surprise": 1}, "fields not known here; seen: surprise"),
         ({"record": {"step": "x"}}, "record does not decode"),
         ({"record": {"surprise": 1}}, "record does not decode"),
+        ({"record": {"\ud800": 1}}, "record does not decode"),
         ({"record": 7}, "record does not decode"),
     ],
 )
