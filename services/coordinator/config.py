@@ -116,6 +116,10 @@ class CoordinatorConfig(ServiceConfig):
     """Seconds after which a group is trained without the siblings that are missing."""
     service_recovery_s: float = Field(default=120.0, gt=0)
     """Seconds that a service may be away before the run fails."""
+    stall_alarm_s: float = Field(default=30.0, ge=0)
+    """Seconds without progress, while work remains, after which console, log and a metric say who
+    waits for whom; 0: never.
+    """
     evaluation: EvaluationConfig = EvaluationConfig()
     rollback_drop: float = Field(default=0.3, ge=0)
     """Tokens of live acceptance length that a new drafter may lose against the one before, from one

@@ -25,6 +25,7 @@ from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
 from coordinator.machine.state import IN_STEP, OPTIONAL, MachineError, Phase, Service, State
 from coordinator.machine.step import step
+from coordinator.stall import StallWatch
 from coordinator.step_span import StepSpan
 from coordinator.watch import AcceptanceWatch
 from paceline.errors import InternalError
@@ -63,6 +64,7 @@ class Runner:
         emit = self._queue.put_nowait
         self._calls = Calls(config, peers, self._source, self._groups, emit, self.now)
         self._executor = Executor(self._calls, emit)
+        self.stall = StallWatch(self._calls)
         self._watch = AcceptanceWatch(config.rollback_drop)
         self._span = StepSpan()
         self._log = get_logger("coordinator")
@@ -84,6 +86,8 @@ class Runner:
 
         The outcome stands in `state`: phase FINISHED, or FAILED with its failure.
         """
+        stall = asyncio.create_task(self.stall.run())
+        stall.add_done_callback(self._stall_ended)
         try:
             await self._replay()
             running = await _unless(stop, self._begin())
@@ -91,8 +95,13 @@ class Runner:
                 running = await _unless(stop, self._next_event())
             return running
         finally:
+            stall.cancel()
             await self._executor.close()
             self._span.end()
+
+    def _stall_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._queue.put_nowait(defect)
 
     async def _next_event(self) -> None:
         event = await self._queue.get()
@@ -111,6 +120,7 @@ class Runner:
         record, fell = self._observe(before, event, after)
         await self._journal.append(entry_of(before, event, after, record))
         self.state = after
+        self.stall.observe(event, after)
         if fell is not None:
             drafter = before.versions.drafter
             self._queue.put_nowait(events.AcceptanceFell(self.now(), drafter, fell))
@@ -169,6 +179,7 @@ class Runner:
 
     async def _wait_for_peers(self) -> None:
         for service in (one for one in Service if one not in OPTIONAL):
+            self.stall.waits_healthy(service)
             await self._peers.wait_healthy(service, self._config.service_recovery_s)
 
 

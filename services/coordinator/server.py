@@ -19,6 +19,7 @@ from paceline.errors import FailedPrecondition, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
 from paceline.rpc import Server, check_events
+from paceline.rpc.progress import add_progress
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import coordinator_pb2 as pb
@@ -88,6 +89,7 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
         runner = Runner(config, Journal(client, config.run.id), peers, facts.publish, time.time)
         servicer = CoordinatorServicer(config.run.id, runner)
         server.add(add_CoordinatorServiceServicer_to_server, servicer, SERVICE_NAME)
+        add_progress(server, runner.stall.progress)
         await server.start()
         if await runner.run(stop):
             await _leave(config, runner, stop)

@@ -60,6 +60,7 @@ class DrafterDriver:
                 config=config,
             ),
             m.MESSAGES,
+            service="drafter_trainer",
             start_deadline_s=patient(START_S),
             on_start=self._started,
             on_message=self._take,
@@ -110,6 +111,7 @@ class DrafterDriver:
             if not lease.over.is_set():
                 await self.watched.send(command)
                 lease.sent = True
+                self.watched.works_on(f"activation of step {command.step}")
         finally:
             if not lease.sent:
                 self._end(lease, self._nothing_done(lease))
@@ -195,6 +197,7 @@ class DrafterDriver:
         lease.end(last)
         if self.lease is lease:
             self.lease = None
+            self.watched.works_on("")
 
     def _nothing_done(self, lease: Lease) -> m.Stopped:
         return m.Stopped(lease.epoch, "preempted", total_steps=self.standing.total_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
-from paceline.ranks.messages import Impaired, Save, Saved
+from paceline.ranks.messages import Doing, Impaired, Save, Saved
 from paceline.tagged_json import TaggedJson
 
 
@@ -152,5 +152,6 @@ Message = (
     | Saving
     | Saved
     | Impaired
+    | Doing
 )
 MESSAGES = TaggedJson[Message](*get_args(Message))

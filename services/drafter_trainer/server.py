@@ -20,11 +20,13 @@ from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.messages import shared_fields, to_message
 from paceline.models.config import check_model
 from paceline.rpc import EPOCHS, EpochGuard, Server, channel, check_run
+from paceline.rpc.progress import add_progress
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1 import drafter_pb2_grpc
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
+from paceline.v1.progress_pb2 import GetProgressResponse
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.weights import SERVICE_NAME as WEIGHT_SERVICE
 from paceline.weights import Spool, WeightServicer, add_weight_service
@@ -243,12 +245,19 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_weight_service, weights, WEIGHT_SERVICE)
+    add_progress(server, lambda: _progress(ranks))
     try:
         # The ranks stop a running activation within the grace, and save all that was learned.
         async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=GRACE_S):
             pass
     finally:
         await servicer.close()
+
+
+async def _progress(ranks: DrafterDriver) -> GetProgressResponse:
+    at = ranks.standing
+    counts = {"optimiser_steps": at.total_steps, "samples_waiting": at.buffer_samples}
+    return GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
 async def _tell_spooled(spool: Spool, ranks: DrafterDriver) -> None:

@@ -26,6 +26,7 @@ from drafter_trainer.metrics import (
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample
+from paceline.ranks.messages import Doing
 from paceline.speculators.packed import PackedRow
 from paceline.telemetry import link_current
 
@@ -168,6 +169,7 @@ class DrafterTrainer:
             self.after_step()
         if time.monotonic() >= activation.ingest_due:
             self.ingest()
+            self._link.send(Doing(f"trains micro-batch {activation.micro_batches}"))
             activation.ingest_due = time.monotonic() + INGEST_EVERY_S
 
     def _draw(self) -> list[list[FeatureSample]]:

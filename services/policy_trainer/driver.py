@@ -44,6 +44,7 @@ class PolicyDriver:
                 preload=["transformers.models.auto.modeling_auto", "transformers.modeling_utils"],
             ),
             MESSAGES,
+            service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
             on_start=self._started,
             on_message=self._take,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import get_args
 
-from paceline.ranks.messages import Failed, Impaired, Save, Saved
+from paceline.ranks.messages import Doing, Failed, Impaired, Save, Saved
 from paceline.tagged_json import TaggedJson
 from paceline.v1.trajectory_pb2 import CommandContext
 
@@ -115,5 +115,5 @@ class Pushed:
 
 
 News = Batched | Stepped | Pushed | Saved
-Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed | Impaired
+Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

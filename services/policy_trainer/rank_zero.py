@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Failed, Saved
+from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.training.checkpoints import Resumable
@@ -98,6 +98,7 @@ class RankZero:
         """The batch of a step, its record on disk; None when that failed and the parent has been
         told.
         """
+        self.tell(Doing(f"collects the groups of step {command.sender.step}", "redis"))
         wanted = Wanted(
             step=command.sender.step,
             policy_version=command.policy_version,
@@ -139,6 +140,7 @@ class RankZero:
         again.
         """
         self.tell(Stepped(command.command_id, progress))
+        self.tell(Doing(f"pushes p{progress.policy_version}", "gateway"))
         try:
             self._runner.run(self._push(command, progress, weights))
         except PacelineError as error:

@@ -12,9 +12,11 @@ from paceline.messages import shared_fields
 from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
 from paceline.rpc import EPOCHS, EpochGuard, Server, check_run
+from paceline.rpc.progress import add_progress
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
+from paceline.v1.progress_pb2 import GetProgressResponse
 from paceline.v1.trajectory_pb2 import CommandContext
 from policy_trainer.algorithms import check_algorithm
 from policy_trainer.config import PolicyTrainerConfig
@@ -95,9 +97,16 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     ranks = PolicyDriver(config)
     server = Server(config.addresses.policy_trainer, config.security)
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
+    add_progress(server, lambda: _progress(ranks))
     async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=1.0):
         await server.stop(STOP_GRACE_S / 2)
         await _save_final(ranks)
+
+
+async def _progress(ranks: PolicyDriver) -> GetProgressResponse:
+    done = ranks.progress
+    counts = {"step": max(0, done.step), "trained": done.trajectories_trained}
+    return GetProgressResponse(parts=ranks.watched.parts(counts))
 
 
 async def _save_final(ranks: PolicyDriver) -> None:

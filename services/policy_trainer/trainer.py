@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.errors import DataLoss, InternalError, Unavailable, WeightsError
-from paceline.ranks.messages import Impaired, Save
+from paceline.ranks.messages import Doing, Impaired, Save
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, span
 from paceline.training.checkpoints import (
@@ -50,6 +50,10 @@ class PolicyTrainer:
         self.zero = zero
         self.progress = Progress()
         alone = dist.get_world_size() == 1
+        if zero is not None:
+            learner.on_micro_batch = lambda number, of: zero.tell(
+                Doing(f"trains micro-batch {number} of {of}")
+            )
         self._writing = None if alone else dist.new_group(backend="gloo")
         self._writer = CheckpointWriter(
             config.checkpoints_dir,

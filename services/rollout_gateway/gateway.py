@@ -17,6 +17,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.process_directory import process_directory
 from paceline.plugins import import_object
+from paceline.rpc.progress import Activity
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
@@ -97,6 +98,8 @@ class Gateway:
         self.planner = Planner(
             config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
         )
+        self.activity = Activity("gateway")
+        self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self.router.on_ready = self._equip

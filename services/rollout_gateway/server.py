@@ -16,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.tokens import AGENT, token_file
 from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
+from paceline.rpc.progress import add_progress
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
@@ -25,6 +26,7 @@ from rollout_gateway.api.http.bodies import most_bytes
 from rollout_gateway.api.http.protocol import BoundedProtocol
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.gateway import Gateway
+from rollout_gateway.progress import progress
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0
@@ -85,6 +87,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
     server.add(
         add_weight_service, WeightServicer(gateway.spool, guard, gateway.weights), SERVICE_NAME
     )
+    add_progress(server, lambda: progress(gateway))
     await gateway.start()
     longest = gateway.router.ready.max_sequence_tokens
     server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)

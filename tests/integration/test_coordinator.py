@@ -27,6 +27,7 @@ from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
 from coordinator.runner import Runner
 from coordinator.server import serve
+from paceline.cli.access import coordinator_of
 from paceline.cli.status import show_status
 from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig, load_config
@@ -642,7 +643,9 @@ async def test_paceline_stop_ends_the_run_with_the_running_step_and_says_what_it
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         said = Said()
-        stopping = asyncio.create_task(stop_run(config.addresses.coordinator, Console(file=said)))
+        stopping = asyncio.create_task(
+            stop_run(coordinator_of([], config.addresses.coordinator), Console(file=said))
+        )
         await asyncio.wait_for(said.waiting.wait(), WAIT_S)
         script.released.set()
         assert await asyncio.wait_for(stopping, WAIT_S) == 0
@@ -852,7 +855,7 @@ async def test_a_drafter_trainer_that_is_gone_for_good_ends_nothing(
             no_straggler_waits_for_the_drafter(script)
         await until_away(config, ["drafter_trainer"])
         console = Console(file=io.StringIO())
-        assert await show_status(config.addresses.coordinator, console) == 0
+        assert await show_status(coordinator_of([], config.addresses.coordinator), console) == 0
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "away: drafter_trainer; the run goes on without it" in shown
         script.released.set()

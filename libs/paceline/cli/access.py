@@ -1,19 +1,57 @@
-"""Opens a channel to a service of a run on this machine as its operator."""
+"""Finds a run and opens a channel to its coordinator as its operator."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
-from paceline.config import SecurityConfig
+from paceline.config import SecurityConfig, ServiceConfig, load_config
+from paceline.errors import NotFound
 from paceline.local.tokens import token_at
 from paceline.rpc import channel
 
 
-def operator_channel(address: str) -> grpc.aio.Channel:
-    """A channel that carries $PACELINE_TOKEN, else the token of the run that serves there."""
-    security = SecurityConfig()
-    if not security.token and (token := token_at(address)):
-        os.environ[security.token_env] = token
-    return channel(address, security)
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """Where a run's coordinator listens, and what opens it."""
+
+    address: str
+    security: SecurityConfig
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel that carries $PACELINE_TOKEN, else the token of the run that serves there."""
+        security = self.security
+        if not security.token and (token := token_at(self.address)):
+            os.environ[security.token_env] = token
+        return channel(self.address, security)
+
+
+def coordinator_of(files: Sequence[Path], address: str | None = None) -> Coordinator:
+    """The coordinator of the run with these settings; `address` is where it listens instead.
+
+    Raises ConfigError for settings that cannot be read.
+    """
+    config = load_config(ServiceConfig, "local", files)
+    return Coordinator(address or config.addresses.coordinator, config.security)
+
+
+def find_coordinator(run: str, files: Sequence[Path]) -> Coordinator:
+    """The coordinator of a run's directory, of an id below runs/, or at host:port.
+
+    Raises NotFound when there is no such directory with a config.toml.
+    """
+    places = [Path(run), Path("runs") / run]
+    found = next((place for place in places if (place / "config.toml").is_file()), None)
+    if found is not None:
+        return coordinator_of([found / "config.toml", *files])
+    if run.rpartition(":")[2].isdecimal():
+        return coordinator_of(files, run)
+    raise NotFound(
+        "no such run",
+        seen=run,
+        allowed="a directory with config.toml, its name in runs/, or the coordinator's host:port",
+    )

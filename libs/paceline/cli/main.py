@@ -8,7 +8,7 @@ import sys
 from collections.abc import Coroutine
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from paceline.local.processes import keep_files_private
 from paceline.local.services import SERVICES
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
+
+if TYPE_CHECKING:
+    from paceline.cli.access import Coordinator
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,6 +55,10 @@ NoToken = Annotated[
 ]
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
+]
+CoordinatorAddress = Annotated[
+    str | None,
+    typer.Option(help="where the coordinator listens; else as the settings have it"),
 ]
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that hands its whole line, --help included, to a module."""
@@ -185,35 +192,44 @@ def demo(
 def doctor(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="settings of the run that is to come"),
+        typer.Argument(
+            metavar="[RUN | KEY=VALUE...]",
+            help="a run that goes on, by directory, id or the coordinator's host:port; or settings "
+            "of one that is to come",
+            show_default=False,
+        ),
     ] = None,
     config: ConfigFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Check this machine before a run: what fails, what is doubtful, and what to do."""
-    from paceline.cli.doctor import check_machine
+    """Check this machine before a run; or, with RUN, show who waits for whom in it."""
+    from paceline.cli.access import find_coordinator
+    from paceline.cli.doctor import check_machine, check_run
 
-    _run(check_machine(list(config or []), list(words or []), Console(), as_json=as_json))
+    files, given, out = list(config or []), list(words or []), Console()
+    if len(given) == 1 and "=" not in given[0]:
+        try:
+            found = find_coordinator(given[0], files)
+        except PacelineError as error:
+            raise _refused(error) from error
+        _run(check_run(found, out, as_json=as_json))
+    _run(check_machine(files, given, out, as_json=as_json))
 
 
 @app.command()
-def status(
-    address: Annotated[str, typer.Option(help="address of the coordinator")] = "127.0.0.1:7400",
-) -> None:
+def status(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Show what a running system does: phase, slots, versions, the last step."""
     from paceline.cli.status import show_status
 
-    _run(show_status(address, Console()))
+    _run(show_status(_coordinator(address, config), Console()))
 
 
 @app.command()
-def stop(
-    address: Annotated[str, typer.Option(help="address of the coordinator")] = "127.0.0.1:7400",
-) -> None:
+def stop(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """End a run with the step that runs now, and wait for it; Ctrl-C only ends the waiting."""
     from paceline.cli.stop import stop_run
 
-    _run(stop_run(address, Console()))
+    _run(stop_run(_coordinator(address, config), Console()))
 
 
 @app.command(context_settings=REST)
@@ -246,6 +262,15 @@ for _name, _tool in TOOLS.items():
 def _become(module: str, *arguments: str) -> NoReturn:
     """Hand this process over: signals reach the module directly and its exit code is ours."""
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
+
+
+def _coordinator(address: str | None, config: list[Path] | None) -> Coordinator:
+    from paceline.cli.access import coordinator_of
+
+    try:
+        return coordinator_of(list(config or []), address)
+    except PacelineError as error:
+        raise _refused(error) from error
 
 
 def _refused(error: PacelineError) -> typer.Exit:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import operator_channel
+from paceline.cli.access import Coordinator
 from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
 from paceline.rpc import rpc_errors
@@ -16,11 +16,11 @@ from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 DEADLINE_S = 5.0
 
 
-async def show_status(address: str, console: Console) -> int:
+async def show_status(coordinator: Coordinator, console: Console) -> int:
     """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator
     answers.
     """
-    async with operator_channel(address) as connection:
+    async with coordinator.channel() as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         with rpc_errors():
             snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.cli.access import operator_channel
+from paceline.cli.access import Coordinator
 from paceline.errors import Unavailable
 from paceline.rpc import rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
@@ -23,19 +23,19 @@ _WAITS_FOR = {
 }
 
 
-async def stop_run(address: str, console: Console) -> int:
+async def stop_run(coordinator: Coordinator, console: Console) -> int:
     """Prints what the run still does until it has ended: 0, or 1 when it failed meanwhile.
 
     Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
     is over. Whoever is cancelled waits no longer; the run ends all the same.
     """
-    async with operator_channel(address) as connection:
+    async with coordinator.channel() as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         try:
             with rpc_errors():
                 answer = await stub.StopRun(pb.StopRunRequest(), timeout=DEADLINE_S)
         except Unavailable as error:
-            raise Unavailable("no coordinator answers", seen=address) from error
+            raise Unavailable("no coordinator answers", seen=coordinator.address) from error
         console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
         try:
             return await _wait(stub, console)

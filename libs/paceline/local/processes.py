@@ -7,8 +7,11 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from paceline.errors import InternalError
 from paceline.local import news
@@ -68,6 +71,16 @@ def exists(pid: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def stopped(pids: Iterable[int]) -> str:
+    """Which of these processes somebody has stopped, e.g. by SIGSTOP, in words; "" when none."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                found.append(pid)
+    return f"stopped: process {', '.join(map(str, found))}" if found else ""
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

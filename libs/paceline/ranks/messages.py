@@ -32,6 +32,14 @@ class Impaired:
 
 
 @dataclass(frozen=True, slots=True)
+class Doing:
+    """What the ranks do from now on, and whom that waits for; for whoever asks for progress."""
+
+    what: str
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A command failed; the ranks take the next one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -12,11 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
+from paceline.local.processes import stopped
 from paceline.ranks.group import RankGroup
-from paceline.ranks.messages import Failed, Impaired
+from paceline.ranks.messages import Doing, Failed, Impaired
 from paceline.rpc import Server
+from paceline.rpc.progress import Activity
 from paceline.tagged_json import TaggedJson
 from paceline.telemetry import get_logger
+from paceline.v1.progress_pb2 import Part
 
 _RESTARTS = 5
 _BACKOFF_S = 0.5
@@ -38,6 +41,7 @@ class WatchedRanks(Generic[M]):
         group: RankGroup,
         messages: TaggedJson[M],
         *,
+        service: str,
         start_deadline_s: float,
         on_start: Callable[[], Awaitable[None]],
         on_message: Callable[[M], None],
@@ -49,6 +53,8 @@ class WatchedRanks(Generic[M]):
         self._commands = count(1)
         self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
         self._ready, self._down = asyncio.Event(), asyncio.Event()
+        self._service = Activity(service)
+        self._doing = Activity(f"{service} ranks")
 
     @property
     def pids(self) -> list[int]:
@@ -59,6 +65,21 @@ class WatchedRanks(Generic[M]):
     def ready(self) -> bool:
         """Whether the ranks take commands."""
         return self._ready.is_set()
+
+    def works_on(self, command: str) -> None:
+        """What the service is asked for from now on, "" for nothing."""
+        self._service.begins(command, self._doing.name if command else "")
+        self._doing.begins(command)
+
+    def parts(self, counts: Mapping[str, int]) -> list[Part]:
+        """The service, which waits for its ranks while it is asked for something, and the ranks."""
+        trouble = stopped(self.pids) or ("" if self.ready else "they are being started")
+        # The spans of the ranks are not of this process.
+        ranks = self._doing.part({"ranks": len(self.pids)}, trouble=trouble)
+        ranks.ClearField("last_span")
+        service = self._service.part(counts)
+        service.still_s = min(service.still_s, ranks.still_s)
+        return [service, ranks]
 
     async def supervise(self) -> None:
         """Starts the ranks, and starts them again when one is lost.
@@ -153,6 +174,7 @@ class WatchedRanks(Generic[M]):
         silent for so long.
         """
         number = next(self._commands)
+        self.works_on(type(command).__name__.lower())
         news = self._news[number] = asyncio.Queue()
         try:
             await self.send(replace(command, command_id=number))
@@ -170,6 +192,7 @@ class WatchedRanks(Generic[M]):
             raise DeadlineExceeded("the ranks stay silent", seen=f"{deadline_s} s") from error
         finally:
             del self._news[number]
+            self.works_on("")
 
     def kill(self) -> None:
         """SIGKILL every rank; supervision starts them again."""
@@ -190,8 +213,12 @@ class WatchedRanks(Generic[M]):
 
     def _take(self, rank: int, data: bytes) -> None:
         message = self._messages.decode(data)
+        self._doing.moves()
         if isinstance(message, Impaired):
             tell_supervisor("impaired", message.what)
+            return
+        if isinstance(message, Doing):
+            self._doing.begins(message.what, message.waits_for)
             return
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))

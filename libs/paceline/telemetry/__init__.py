@@ -11,6 +11,7 @@ from paceline.telemetry.context import (
 from paceline.telemetry.log import get_logger
 from paceline.telemetry.setup import (
     PROMETHEUS_TYPE,
+    last_span,
     prometheus_page,
     setup,
     shutdown,
@@ -26,6 +27,7 @@ __all__ = [
     "get_logger",
     "inject",
     "inject_frame",
+    "last_span",
     "link_current",
     "mark_failed",
     "prometheus_page",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class _Running:
 
     providers: tuple[TracerProvider, MeterProvider] | None = None
     registry: CollectorRegistry | None = None
+    ended: tuple[str, int] = ("", 0)  # name of the last span, and when in ns since the epoch
 
 
 def setup(service: str, config: TelemetryConfig) -> None:
@@ -63,6 +65,14 @@ def shutdown() -> None:
     metrics.shutdown()
 
 
+def last_span() -> tuple[str, float]:
+    """Name of the last span that ended in this process and the seconds since then; "" and 0 before
+    the first. Questions about progress do not count.
+    """
+    name, ended_ns = _Running.ended
+    return name, max(0.0, (time.time_ns() - ended_ns) / 1e9) if name else 0.0
+
+
 def prometheus_page() -> bytes:
     """All metrics of this process in Prometheus text format 0.0.4, names and units as OpenTelemetry
     maps them.
@@ -79,8 +89,15 @@ def prometheus_page() -> bytes:
 
 
 def _traces(service: str, config: TelemetryConfig, resource: Resource) -> TracerProvider:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    class Last(SpanProcessor):
+        """Keeps the name of the span that ended last."""
+
+        def on_end(self, span: ReadableSpan) -> None:
+            if not span.name.startswith("ProgressService."):
+                _Running.ended = (span.name, span.end_time or time.time_ns())
 
     class SystemIds(IdGenerator):
         """Ids from the operating system: seeding `random` for a run must not make two processes'
@@ -94,6 +111,7 @@ def _traces(service: str, config: TelemetryConfig, resource: Resource) -> Tracer
             return secrets.randbelow(2**64 - 1) + 1
 
     provider = TracerProvider(resource=resource, id_generator=SystemIds())
+    provider.add_span_processor(Last())
     if config.spans_dir:
         from paceline.telemetry.span_file import span_file_processor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Learner:
         self.mesh = mesh
         self.algorithm: Algorithm = build_algorithm(config.algorithm)
         self.updates = 0
+        self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
+        """Told of each micro-batch of this rank before it is trained on."""
         parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
         self.optimizer = NamedAdamW(parameters, config.optimizer)
 
@@ -94,6 +96,7 @@ class Learner:
         self.optimizer.adamw.zero_grad()
         sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device_type)
         for i, micro in enumerate(micro_batches):
+            self.on_micro_batch(i + 1, len(micro_batches))
             self.model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # type: ignore[operator]
             policy, entropy = self.model(micro)
             if len(proximal) <= i:

@@ -130,10 +130,15 @@ class RolloutServicer(RolloutServiceServicer):
         self, request: rpb.RunTasksRequest, context: Any
     ) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context)
-        news = self._runs.run(request)
-        async with aclosing(news):
-            async for response in news:
-                yield response
+        activity, news = self._gateway.activity, self._runs.run(request)
+        activity.begins(f"runs the tasks of step {request.context.step}")
+        try:
+            async with aclosing(news):
+                async for response in news:
+                    activity.moves()
+                    yield response
+        finally:
+            activity.begins("")
 
     async def SetArm(self, request: rpb.SetArmRequest, context: Any) -> rpb.SetArmResponse:
         if request.context.run_id:

@@ -156,10 +156,13 @@ class TaskRuns:
         if task is None:
             task = self._running[job.key] = asyncio.create_task(self._samples.run(job))
             task.add_done_callback(lambda done: self._ended(job, done))
+            self._gateway.samples_left = len(self._running)
         return task
 
     def _ended(self, job: Job, task: asyncio.Task[rpb.SampleFinished]) -> None:
         del self._running[job.key]
+        self._gateway.samples_left = len(self._running)
+        self._gateway.activity.moves()
         if task.cancelled() or task.exception() is not None:
             return
         answer = task.result()

@@ -45,6 +45,11 @@ class TaskOffers:
         self._stopping = False
         self._led: dict[str, Offer] = {}  # by session id
 
+    @property
+    def waiting(self) -> int:
+        """Tasks that nobody has claimed."""
+        return len(self._waiting)
+
     async def lead(
         self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
     ) -> Session:

@@ -62,6 +62,11 @@ class OpenGroups:
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._news = asyncio.Event()
 
+    @property
+    def gathering(self) -> int:
+        """Groups that wait for siblings."""
+        return len(self._gathering)
+
     def admit(self) -> None:
         """Raises ResourceExhausted while too much waits for a step."""
         if self._bytes > self._max_bytes:

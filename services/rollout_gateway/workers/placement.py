@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.rpc.progress import Activity
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.process import WorkerProcess
 
@@ -33,8 +34,12 @@ class Seat:
     live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
     idle_since_s: float | None = field(default_factory=time.monotonic)
     """time.monotonic() at which its last request ended; None while one is under way."""
+    activity: Activity = field(init=False)
     # told of the next change between idle and busy
     _watchers: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.activity = Activity(f"worker {self.index}")
 
     def add(self, generation: Generation) -> None:
         """Queue a request here."""
@@ -43,6 +48,7 @@ class Seat:
         self.unsent.append(generation)
         if self.idle_since_s is not None:
             self.idle_since_s = None
+            self.activity.begins("decodes")
             self._tell()
 
     def end(self, request_id: int) -> None:
@@ -81,6 +87,7 @@ class Seat:
     def _rest(self) -> None:
         if not self.live and self.idle_since_s is None:
             self.idle_since_s = time.monotonic()
+            self.activity.begins("")
             self._tell()
 
     def _tell(self) -> None:

@@ -52,6 +52,11 @@ class WorkerProcess:
         """Process id; 0 before the start."""
         return self._process.pid if self._process else 0
 
+    @property
+    def unanswered(self) -> int:
+        """Commands that it has not answered yet."""
+        return len(self._answers)
+
     async def start(self, context: zmq.asyncio.Context, deadline_s: float) -> None:
         """Spawn and wait until it serves.
 

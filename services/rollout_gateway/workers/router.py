@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,11 @@ class Router:
     def count(self) -> int:
         """Workers, ready or not."""
         return len(self._slots)
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """Places of the workers, by index."""
+        return self._slots
 
     def processes(self) -> list[WorkerProcess]:
         """Workers that serve now."""
@@ -232,6 +237,7 @@ class Router:
                 slot.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
     def _on_tokens(self, slot: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+        slot.activity.moves()
         self.rows_dropped[slot.index] = tokens.rows_dropped
         if rows is not None and len(rows):
             self._on_rows(rows)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from paceline.cli.access import coordinator_of
 from paceline.cli.status import show_status
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig
@@ -154,7 +155,8 @@ async def test_status_shows_phase_slots_and_the_last_step(
     config, servicer, _ = run
     servicer.records = [record(step) for step in range(3)]
     output = StringIO()
-    assert await show_status(config.addresses.coordinator, Console(file=output, width=200)) == 0
+    there = coordinator_of([], config.addresses.coordinator)
+    assert await show_status(there, Console(file=output, width=200)) == 0
     lines = output.getvalue().splitlines()
     assert lines[0].split("  ") == [
         f"run {RUN}",

@@ -1,0 +1,115 @@
+"""What a service does now and whom that waits for: noted, served, followed to whom all wait for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.rpc.server import Server
+from paceline.rpc.status import rpc_errors
+from paceline.telemetry import last_span
+from paceline.v1 import progress_pb2 as pb
+from paceline.v1.progress_pb2_grpc import (
+    ProgressServiceServicer,
+    ProgressServiceStub,
+    add_ProgressServiceServicer_to_server,
+)
+
+SERVICE_NAME = "paceline.v1.ProgressService"
+ASK_S = 2.0
+"""Who has not answered by then is in trouble."""
+_NOTHING: Mapping[str, int] = {}
+
+
+@dataclass(slots=True)
+class Activity:
+    """What one part does; times are of time.monotonic()."""
+
+    name: str
+    doing: str = ""
+    waits_for: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(default_factory=time.monotonic)
+
+    def begins(self, doing: str, waits_for: str = "") -> None:
+        """It does something else now, "" for nothing; that is progress too."""
+        self.doing, self.waits_for = doing, waits_for
+        self.began_s = self.moved_s = time.monotonic()
+
+    def moves(self) -> None:
+        """It got on."""
+        self.moved_s = time.monotonic()
+
+    def part(self, counts: Mapping[str, int] = _NOTHING, *, trouble: str = "") -> pb.Part:
+        """As the wire carries it."""
+        now_s, (ended, ended_s) = time.monotonic(), last_span()
+        return pb.Part(
+            name=self.name,
+            doing=self.doing,
+            doing_s=now_s - self.began_s,
+            still_s=now_s - self.moved_s,
+            waits_for=self.waits_for,
+            counts=counts,
+            last_span=ended,
+            last_span_s=ended_s,
+            trouble=trouble,
+        )
+
+
+Answer = Callable[[], Awaitable[pb.GetProgressResponse]]
+
+
+class _Servicer(ProgressServiceServicer):
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    async def GetProgress(
+        self, request: pb.GetProgressRequest, context: Any
+    ) -> pb.GetProgressResponse:
+        """What the service says of itself."""
+        return await self._answer()
+
+
+def add_progress(server: Server, answer: Answer) -> None:
+    """Lets a server answer GetProgress."""
+    server.add(add_ProgressServiceServicer_to_server, _Servicer(answer), SERVICE_NAME)
+
+
+async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProgressResponse:
+    """What the service at the other end does. Raises PacelineError where it does not answer."""
+    stub = ProgressServiceStub(connection)  # type: ignore[no-untyped-call]
+    with rpc_errors():
+        answer: pb.GetProgressResponse = await stub.GetProgress(
+            pb.GetProgressRequest(), timeout=deadline_s
+        )
+    return answer
+
+
+def wait_chain(parts: Sequence[pb.Part], first: str) -> list[pb.Part]:
+    """From `first` to the part that waits for nobody; each once, should they wait in a circle."""
+    by_name = {part.name: part for part in parts}
+    chain: dict[str, pb.Part] = {}
+    name = first
+    while name and name not in chain:
+        chain[name] = by_name.get(name) or pb.Part(name=name)
+        name = chain[name].waits_for
+    return list(chain.values())
+
+
+def chain_text(chain: Sequence[pb.Part]) -> str:
+    """Who waits for whom, with what, since when, and the last span of the last that has one."""
+    words = [_link(part) for part in chain]
+    spans = [part for part in chain if part.last_span]
+    if spans:
+        last = spans[-1]
+        words.append(f"last span of {last.name}: {last.last_span}, {last.last_span_s:.0f} s ago")
+    return "; ".join(words)
+
+
+def _link(part: pb.Part) -> str:
+    what = f"{part.doing}, {part.doing_s:.0f} s" if part.doing else ""
+    about = ", ".join(filter(None, (part.trouble, what)))
+    verb = f" waits for {part.waits_for}" if part.waits_for else ""
+    return f"{part.name}{verb}{f' ({about})' if about else ''}"

@@ -1,0 +1,129 @@
+"""Watches whether a run gets on, and says who waits for whom where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from coordinator.calls.base import Calls
+from coordinator.machine import events
+from coordinator.machine.events import Event
+from coordinator.machine.losses import CALLED_IN
+from coordinator.machine.state import Phase, Service, State
+from coordinator.machine.step import LIVE
+from coordinator.metrics import STALLED
+from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.local.news import tell_supervisor
+from paceline.rpc.progress import ASK_S, Activity, ask_progress, chain_text, wait_chain
+from paceline.telemetry import get_logger
+from paceline.v1.progress_pb2 import GetProgressResponse, Part
+
+NAME = "coordinator"
+_WAITS_FOR = {
+    **{phase: services[0] for phase, services in CALLED_IN.items()},
+    Phase.PREEMPT: Service.DRAFTER_TRAINER,
+    Phase.DRAFTER: Service.DRAFTER_TRAINER,
+}
+_NO_PROGRESS = (
+    events.ServiceLost,
+    events.ServiceBack,
+    events.WorkerLost,
+    events.TrainerFailed,
+    events.Deadline,
+    events.CallFailed,
+)
+_LOOK_AGAIN_S = 5.0
+"""Between two looks at a run that stands still."""
+
+
+class StallWatch:
+    """One run's alarm; `run` for as long as the run goes on."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._alarm_s = calls.config.stall_alarm_s
+        self._activity = Activity(NAME)
+        self._state = State()
+        self._alarm = ""  # as it was told
+        self._culprit = ""  # at the end of the chain
+        self._alarmed_s = 0.0  # time.monotonic() when it was told
+
+    def waits_healthy(self, service: Service) -> None:
+        """The run cannot begin before this service serves."""
+        self._activity.begins("begins or takes up the run", service)
+
+    def observe(self, event: Event, after: State) -> None:
+        """Takes one transition in."""
+        self._state = after
+        self._activity.waits_for = _WAITS_FOR.get(after.phase, "")
+        doing = f"{after.phase} of step {after.step}" if after.phase in LIVE else ""
+        if isinstance(event, _NO_PROGRESS):
+            return
+        if doing != self._activity.doing:
+            self._activity.begins(doing, self._activity.waits_for)
+        self._activity.moves()
+        self._over()
+
+    async def progress(self) -> GetProgressResponse:
+        """The parts of the coordinator and of all peers, and the alarm."""
+        asked = await asyncio.gather(*(self._asked(service) for service in Service))
+        steps = {"step": self._state.step, "steps": self._state.settings.total_steps}
+        parts = [self._activity.part(steps), *(part for parts in asked for part in parts)]
+        return GetProgressResponse(parts=parts, alarm=self._alarm)
+
+    async def run(self) -> None:
+        """Looks whenever nothing has been heard for the alarm's time; ends never."""
+        while self._alarm_s:
+            still_s = await self._look()
+            await asyncio.sleep(max(self._alarm_s - still_s, min(_LOOK_AGAIN_S, self._alarm_s)))
+
+    async def _look(self) -> float:
+        """Seconds without progress of all who are waited for; tells when they are too many."""
+        still_s = time.monotonic() - self._activity.moved_s
+        if not self._activity.doing or still_s < self._alarm_s:
+            return still_s if self._activity.doing else 0.0
+        parts = (await self.progress()).parts
+        chain = wait_chain(parts, NAME)
+        still_s = min(part.still_s for part in chain if part.doing)
+        if still_s < self._alarm_s:
+            self._over()
+            return still_s
+        self._tell(still_s, chain)
+        return still_s
+
+    def _tell(self, still_s: float, chain: list[Part]) -> None:
+        text, first = chain_text(chain), not self._alarm
+        if self._culprit != chain[-1].name:
+            self._quiet()
+            first = True
+        self._alarm, self._culprit = f"no progress for {still_s:.0f} s: {text}", chain[-1].name
+        STALLED.record(still_s, waits_for=self._culprit)
+        if first:
+            self._alarmed_s = time.monotonic() - still_s
+            get_logger(NAME).warning("no progress", still_s=round(still_s, 1), chain=text)
+            tell_supervisor("impaired", self._alarm)
+
+    def _over(self) -> None:
+        if self._alarm:
+            still_s = time.monotonic() - self._alarmed_s
+            self._quiet()
+            tell_supervisor("recovered", f"the run goes on after {still_s:.0f} s")
+
+    def _quiet(self) -> None:
+        if self._culprit:
+            STALLED.record(0, waits_for=self._culprit)
+        self._alarm = self._culprit = ""
+
+    async def _asked(self, service: Service) -> list[Part]:
+        try:
+            parts = list((await ask_progress(self._calls.peers.channels[service])).parts)
+        except DeadlineExceeded:
+            parts = [Part(name=service, trouble=f"does not answer within {ASK_S:g} s")]
+        except PacelineError as error:
+            parts = [Part(name=service, trouble=f"does not answer: {error.message}")]
+        if (absence := self._calls.absent.get(service)) is not None:
+            away_s = self._calls.now() - absence.since_s
+            parts[0].trouble = ", ".join(
+                filter(None, (f"away for {away_s:.0f} s", parts[0].trouble))
+            )
+        return parts

@@ -1,0 +1,41 @@
+"""Who waits for whom, followed and put into words."""
+
+from __future__ import annotations
+
+from paceline.rpc.progress import Activity, chain_text, wait_chain
+from paceline.v1.progress_pb2 import Part
+
+
+def test_a_chain_ends_with_who_waits_for_nobody() -> None:
+    parts = [
+        Part(name="worker 0", doing="decodes", doing_s=3),
+        Part(name="coordinator", doing="rollout of step 3", doing_s=40, waits_for="gateway"),
+        Part(name="worker 1", doing="decodes", doing_s=31, trouble="stopped: process 7"),
+        Part(name="gateway", doing="runs the tasks of step 3", doing_s=40, waits_for="worker 1"),
+    ]
+    parts[3].last_span, parts[3].last_span_s = "rollout.sample", 31
+    chain = wait_chain(parts, "coordinator")
+    assert [part.name for part in chain] == ["coordinator", "gateway", "worker 1"]
+    assert chain_text(chain) == (
+        "coordinator waits for gateway (rollout of step 3, 40 s); gateway waits for worker 1 (runs "
+        "the tasks of step 3, 40 s); worker 1 (stopped: process 7, decodes, 31 s); last span of "
+        "gateway: rollout.sample, 31 s ago"
+    )
+
+
+def test_a_circle_is_followed_once_and_a_stranger_named() -> None:
+    circle = [Part(name="a", waits_for="b"), Part(name="b", waits_for="a")]
+    assert [part.name for part in wait_chain(circle, "a")] == ["a", "b"]
+    assert [part.name for part in wait_chain([Part(name="a", waits_for="agents")], "a")] == [
+        "a",
+        "agents",
+    ]
+
+
+def test_a_new_task_is_progress_and_its_time_begins_anew() -> None:
+    activity = Activity("gateway", began_s=0.0, moved_s=0.0)
+    assert activity.part({"offers": 3}).still_s > 0.0
+    activity.begins("runs", "worker 0")
+    part = activity.part()
+    assert (part.name, part.doing, part.waits_for) == ("gateway", "runs", "worker 0")
+    assert part.doing_s == part.still_s < 60.0
