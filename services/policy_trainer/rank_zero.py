@@ -21,6 +21,7 @@ from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
+from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
 from paceline.trajectory import tokens_hash
 from policy_trainer.algorithms.base import Algorithm
@@ -39,7 +40,7 @@ from policy_trainer.messages import (
     Train,
 )
 from policy_trainer.metrics import CHECKPOINTS_DAMAGED, NOT_FINITE, VERSIONS_TAKEN
-from policy_trainer.publish import make_publication, merged, pull_served, push
+from policy_trainer.publish import Publication, make_publication, merged, pull_served, push
 
 _log = get_logger(__name__)
 
@@ -125,7 +126,7 @@ class RankZero:
         """
         publication = make_publication(version, weights, self._config.publish_dtype)
         try:
-            tensors = self._runner.run(pull_served(publication, self._config))
+            tensors = self._served_tensors(publication)
             taken = merged(weights, tensors) if tensors is not None else {}
         except PacelineError as error:
             self.failed(command.command_id, error)
@@ -134,6 +135,14 @@ class RankZero:
             VERSIONS_TAKEN.record()
             _log.warning("served_weights_taken", version=version)
         return taken
+
+    def _served_tensors(self, publication: Publication) -> list[NamedTensor] | None:
+        """As pull_served has them; none where they are damaged: then these are pushed again."""
+        try:
+            return self._runner.run(pull_served(publication, self._config))
+        except DataLoss as error:
+            _log.warning("served_weights_damaged", version=publication.version, error=str(error))
+            return None
 
     def push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
         """Tells that the step is done, pushes the version, marks its trajectories trained, tells

@@ -32,11 +32,13 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
-    """Returns when one of these has; the others are cancelled, so none of them may take anything
-    out.
+    """Returns or raises when one of these does; the others are cancelled, so none of them may take
+    anything out.
     """
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
         await cancel(*tasks)

@@ -72,34 +72,35 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
     assert summary["trajectories_lost"] == 0
 
 
-def test_neither_a_worker_nor_a_drafters_rank_loads_what_is_damaged_and_both_go_on(
+def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_gone(
     tmp_path: Path,
 ) -> None:
     process = demo(tmp_path, "--steps", "4", *SMALL)
     lines = wait_for(process, "step 2/4")
-    coordinator = pid_of(lines, "coordinator")
-    gateway = psutil.Process(pid_of(lines, "gateway"))
+    coordinator, run = pid_of(lines, "coordinator"), tmp_path / "demo-0-1"
     os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
     try:
-        for spooled in ("policy-*", "policy_head-*"):
-            for file in (tmp_path / "demo-0-1").rglob(f"{spooled}/model.safetensors"):
+        kill(pid_of(lines, "gateway"))
+        for spooled in ("versions.json", "policy-*/model.safetensors"):
+            for file in (run / "spool" / "gateway").glob(spooled):
                 flip(file)
-        workers = [
-            one for one in gateway.children() if "engines.worker.process" in " ".join(one.cmdline())
-        ]
-        workers[0].kill()
+        for file in run.rglob("policy_head-*/model.safetensors"):
+            flip(file)
         psutil.Process(pid_of(lines, "drafter_trainer")).children()[0].kill()
         awaited = {"does not start", "drafter_trainer recovered"}
         while awaited:
             (line,) = wait_for(process, "")
             awaited -= {one for one in awaited if one in line}
-            assert "does not start" not in line or "model.safetensors is damaged" in line
+            assert "does not start" not in line or "versions.json is damaged" in line
     finally:
         os.kill(coordinator, signal.SIGCONT)
     output, _ = process.communicate(timeout=patient(200))
     assert process.returncode == 0, output
     assert "recovered: engine worker" in output, output
-    log = (tmp_path / "demo-0-1" / "logs" / "drafter_trainer.rank-rank0.log").read_text()
+    mended = (run / "logs" / "coordinator.log").read_text()
+    assert "policy_pushed_again" in mended
+    assert "set_committed_again" in mended
+    log = (run / "logs" / "drafter_trainer.rank-rank0.log").read_text()
     assert "policy head cannot be used" in log
-    summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)

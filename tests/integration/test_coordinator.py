@@ -89,6 +89,7 @@ class Script:
     workers_lost: int = 0
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
+    spoiled: bool = False  # the gateway's spool, after the first commit
     activated: asyncio.Event = field(default_factory=asyncio.Event)
     preempted: asyncio.Event = field(default_factory=asyncio.Event)
     rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
@@ -98,6 +99,7 @@ class Script:
     )  # step and groups of each TrainStep
     epochs: list[tuple[str, int]] = field(default_factory=list)
     commits: list[tuple[int, int, int]] = field(default_factory=list)
+    serving: dict[str, VersionSet] = field(default_factory=dict)
 
 
 class Gateway(RolloutServiceServicer):
@@ -172,11 +174,11 @@ def _sample(task: Any, sample: int, *, scored: bool = True, session_id: str = ""
 
 
 class Weights(WeightServiceServicer):
-    """Serves every set it is told to; refuses old epochs."""
+    """Serves every set it is told to, also when it starts again; refuses old epochs."""
 
     def __init__(self, script: Script, guard: EpochGuard, name: str) -> None:
         self.script, self.guard, self.name = script, guard, name
-        self.versions = VersionSet()
+        self.damaged: list[int] = []
 
     async def Commit(self, request: Any, context: Any) -> Any:
         self.guard.check(request.context)
@@ -185,8 +187,14 @@ class Weights(WeightServiceServicer):
             raise WeightsError(
                 "drafter version is not prepared", seen=request.versions.drafter, allowed=[0]
             )
-        self.versions = request.versions
+        self.script.serving[self.name] = request.versions
         if self.name == "gateway":
+            if self.script.spoiled and not self.script.commits:
+                del self.script.serving[self.name]
+                self.damaged = [1, 2]
+            elif self.script.spoiled and len(self.script.commits) == 1:
+                assert self.script.trained == [0, 0], "the policy is pushed before it serves"
+                self.damaged = []
             self.script.commits.append(
                 (request.versions.seq, request.versions.policy, request.versions.drafter)
             )
@@ -196,7 +204,8 @@ class Weights(WeightServiceServicer):
         return weights_pb2.AbortResponse()
 
     async def GetVersions(self, request: Any, context: Any) -> Any:
-        return weights_pb2.GetVersionsResponse(versions=self.versions)
+        serving = self.script.serving.get(self.name)
+        return weights_pb2.GetVersionsResponse(versions=serving, damaged=self.damaged)
 
 
 class Policy(PolicyServiceServicer):
@@ -779,6 +788,20 @@ async def test_lost_workers_and_ranks_are_tried_again_under_new_epochs(
         0,
     )
     assert script.trained == [0, 1, 2]
+
+
+async def test_what_the_gateway_lost_of_the_serving_set_is_pushed_and_committed_again(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script(spoiled=True)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        await run_to_end(config)
+    assert script.trained == [0, 0, 1, 2]
+    assert script.commits[0] == script.commits[1]
+    assert [seq for seq, _, _ in script.commits[1:]] == [1, 2, 3]
+    entries = await journal_of(config)
+    (fell,) = [entry for entry in entries if entry["event"] == "AcceptanceFell"]
+    assert "damaged in the spool" in str(fell)
 
 
 async def test_a_rank_that_keeps_dying_ends_the_run_with_its_message(

@@ -94,7 +94,8 @@ async def test_a_replayed_journal_gives_the_same_state_and_records(
     assert replayed == state
     assert again.finished == records.finished
     assert replayed.phase is Phase.ROLLOUT
-    assert step(replayed, events.Resumed(11.0, 2))[1] == (commands.RunTasks(1, state.epoch + 2),)
+    again = commands.RunTasks(1, state.epoch + 2, state.versions)
+    assert step(replayed, events.Resumed(11.0, 2))[1] == (again,)
 
 
 async def test_a_replayed_journal_waits_for_the_same_groups(

@@ -144,16 +144,18 @@ class GetVersionsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVersionsResponse(_message.Message):
-    __slots__ = ("versions", "previous", "prepared_policy", "prepared_drafter")
+    __slots__ = ("versions", "previous", "prepared_policy", "prepared_drafter", "damaged")
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_POLICY_FIELD_NUMBER: _ClassVar[int]
     PREPARED_DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     versions: _trajectory_pb2.VersionSet
     previous: _trajectory_pb2.VersionSet
     prepared_policy: _containers.RepeatedScalarFieldContainer[int]
     prepared_drafter: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., previous: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., prepared_policy: _Optional[_Iterable[int]] = ..., prepared_drafter: _Optional[_Iterable[int]] = ...) -> None: ...
+    damaged: _containers.RepeatedScalarFieldContainer[_engine_pb2.WeightTarget]
+    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., previous: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., prepared_policy: _Optional[_Iterable[int]] = ..., prepared_drafter: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[_Union[_engine_pb2.WeightTarget, str]]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("target",)

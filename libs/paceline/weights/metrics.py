@@ -16,8 +16,8 @@ VERSIONS_DAMAGED = Counter(
     "paceline.weights.versions_damaged",
     "{version}",
     TARGET,
-    "times that a version's files in the spool were not what had been written; it is not loaded, "
-    "and pushed again when it is announced again",
+    "times that a version's files in the spool, or as `sets` versions.json, were not what had been "
+    "written; it is not loaded, and pushed again when it is announced again or is to serve",
 )
 VERSIONS_REFUSED = Counter(
     "paceline.weights.versions_refused",

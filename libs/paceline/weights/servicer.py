@@ -23,7 +23,7 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, W
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.manifest import check_manifest, chunk_count, target_name
-from paceline.weights.metrics import VERSIONS_DAMAGED, VERSIONS_REFUSED, VERSIONS_REPLACED
+from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
 
@@ -122,20 +122,11 @@ class WeightServicer(WeightServiceServicer):
     async def _remove_damaged(self, part: Part) -> bool:
         """Whether the spooled version, serving or not, is to be pushed again."""
         try:
-            await self._check(part)
+            await asyncio.to_thread(self._spool.check, *part)
         except DataLoss:
             await asyncio.to_thread(self._spool.remove, *part)
             return True
         return False
-
-    async def _check(self, part: Part) -> None:
-        """Raises DataLoss when a spooled version is damaged."""
-        try:
-            await asyncio.to_thread(self._spool.check, *part)
-        except DataLoss as error:
-            VERSIONS_DAMAGED.record(target=target_name(part[0]))
-            _log.error("version_damaged", version=_name(part), error=str(error))
-            raise
 
     async def _make_way(self, manifest: pb.Manifest) -> bool:
         """Forgets other content of the version; False when there is none.
@@ -260,8 +251,8 @@ class WeightServicer(WeightServiceServicer):
     async def GetVersions(
         self, request: pb.GetVersionsRequest, context: Any
     ) -> pb.GetVersionsResponse:
-        """Serving, previous and prepared versions; where heads are taken, prepared_policy names
-        those.
+        """Serving, previous and prepared versions, and which of the serving are damaged; where
+        heads are taken, prepared_policy names those.
         """
         previous = self._spool.previous
         return pb.GetVersionsResponse(
@@ -269,6 +260,7 @@ class WeightServicer(WeightServiceServicer):
             previous=versions_to_proto(previous) if previous else None,
             prepared_policy=self._prepared_versions(self._targets[0]),
             prepared_drafter=self._prepared_versions(WEIGHT_TARGET_DRAFTER),
+            damaged=sorted(target for target, _ in self._spool.damaged),  # type: ignore[misc]
         )
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
@@ -349,7 +341,7 @@ class WeightServicer(WeightServiceServicer):
         if part in self._loaded or serves or (part[1] == 0 and not self._spool.has(*part)):
             return
         if not written:
-            await self._check(part)
+            await asyncio.to_thread(self._spool.check, *part)
         await self._hooks.on_prepared(*part, self._spool.path(*part))
         self._loaded.add(part)
 

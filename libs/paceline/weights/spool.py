@@ -24,6 +24,7 @@ from google.protobuf import json_format
 
 from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
 from paceline.tagged_json import from_object, to_object
+from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.integrity import (
@@ -42,7 +43,9 @@ from paceline.weights.manifest import (
     chunk_span,
     target_name,
 )
+from paceline.weights.metrics import VERSIONS_DAMAGED
 
+_log = get_logger(__name__)
 _DRAFTER = 2
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
 _TARGETS = {name: target for target, name in TARGET_NAMES.items()}
@@ -68,12 +71,14 @@ class Spool:
         self._initial = dict(initial or {})
         self._directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
+        self._damaged: set[Part] = set()  # as the last check of each has it
+        self._unknown = ""  # what is wrong with versions.json; while it is, every version stays
         self._sets = self._read_sets()
         self._prepared = {part for part in self.spooled() if not self._committed(part)}
 
     @property
     def serving(self) -> VersionSet | None:
-        """Set committed last; None before the first commit."""
+        """Set committed last; None before the first commit, and while nobody knows it."""
         return self._sets[-1] if self._sets else None
 
     @property
@@ -85,6 +90,11 @@ class Spool:
     def prepared(self) -> frozenset[Part]:
         """Parts written and not yet committed, also those found at the start."""
         return frozenset(self._prepared)
+
+    @property
+    def damaged(self) -> frozenset[Part]:
+        """Parts of the serving set that the last check found damaged or gone."""
+        return frozenset(part for part in self._damaged if self._named(part, self._sets[-1:]))
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; NotFound when it is not here."""
@@ -108,17 +118,32 @@ class Spool:
         return read_manifest(path) if path.is_dir() else None
 
     def check(self, target: int, version: int) -> None:
-        """Raises DataLoss when a file of a spooled version is not what was written; what is not
-        spooled, such as a version 0, is not read.
+        """Raises DataLoss when a file of a spooled version is not what was written, or one that a
+        kept set names is gone; a version 0 need not be here.
         """
         path = self._directory / f"{target_name(target)}-{version}"
-        if path.is_dir():
-            check_spooled(path)
+        try:
+            if path.is_dir():
+                check_spooled(path)
+            elif version and self._named((target, version), self._sets):
+                raise DataLoss(f"{path} is gone", seen="no directory")
+        except DataLoss as error:
+            self._damaged.add((target, version))
+            VERSIONS_DAMAGED.record(target=target_name(target))
+            _log.error("version_damaged", version=path.name, error=str(error))
+            raise
+        self._damaged.discard((target, version))
+
+    def check_sets(self) -> None:
+        """Raises DataLoss until the next commit when versions.json was damaged at the start."""
+        if self._unknown:
+            raise DataLoss("nobody knows which set serves", seen=self._unknown)
 
     def remove(self, target: int, version: int) -> None:
         """Removes a version whatever names it, so that it can be written again."""
         self._prepared.discard((target, version))
-        self._remove((target, version))
+        if (target, version) in self.spooled():
+            self._remove((target, version))
 
     def read_chunk(self, manifest: Manifest, index: int) -> bytes:
         """Bytes of one chunk of a spooled version. Raises DataLoss when the file ends before it."""
@@ -161,6 +186,7 @@ class Spool:
             except OSError as error:
                 self._remove_leftovers()
                 raise ResourceExhausted(f"{path} cannot be written", seen=error) from error
+            self._damaged.discard((manifest.target, manifest.version))
 
         if not self._committed((manifest.target, manifest.version)):
             self._prepared.add((manifest.target, manifest.version))
@@ -183,7 +209,7 @@ class Spool:
         _write_synced(temporary, json.dumps(described).encode())
         temporary.rename(self._directory / "versions.json")
         _sync_directory(self._directory)
-        self._sets = sets
+        self._sets, self._unknown = sets, ""
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
         self._prepared = {
             (target, version) for target, version in self._prepared if version > committed[target]
@@ -223,7 +249,11 @@ class Spool:
         shutil.rmtree(gone)
 
     def _committed(self, part: Part) -> bool:
-        return any(part_version(one, part[0]) == part[1] for one in self._sets)
+        return bool(self._unknown) or self._named(part, self._sets)
+
+    @staticmethod
+    def _named(part: Part, sets: list[VersionSet]) -> bool:
+        return any(part_version(one, part[0]) == part[1] for one in sets)
 
     def spooled(self) -> set[Part]:
         """Parts whose directory is here."""
@@ -250,9 +280,10 @@ class Spool:
                 raise ValueError("the sets are not those that were written")
             return [from_object(VersionSet, one) for one in sets][-self._keep :]
         except (ValueError, KeyError, TypeError, RecursionError, DataLoss) as error:
-            raise DataLoss(
-                f"{path} is not a list of version sets", seen=str(error)[:120]
-            ) from error
+            self._unknown = f"{path} is damaged: {str(error)[:120]}"
+            VERSIONS_DAMAGED.record(target="sets")
+            _log.error("sets_damaged", error=self._unknown)
+            return []
 
 
 def part_version(versions: VersionSet, target: int) -> int:

@@ -11,6 +11,7 @@ from coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
+from coordinator.calls.weights import QUERY_DEADLINE_S, mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Evaluation, Service
@@ -24,10 +25,6 @@ from paceline.errors import (
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
 from paceline.v1 import rollout_pb2
-from paceline.v1.weights_pb2 import GetVersionsRequest
-from paceline.v1.weights_pb2_grpc import WeightServiceStub
-
-_QUERY_DEADLINE_S = 30.0
 
 
 async def run_started(calls: Calls) -> events.RunStarted:
@@ -35,12 +32,11 @@ async def run_started(calls: Calls) -> events.RunStarted:
 
     Raises FailedPrecondition when it has no workers.
     """
-    weights = WeightServiceStub(calls.peers.channels[Service.GATEWAY])  # type: ignore[no-untyped-call]
     with rpc_errors():
         status = await calls.peers.rollout.GetStatus(
-            rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
+            rollout_pb2.GetStatusRequest(), timeout=QUERY_DEADLINE_S
         )
-        served = await weights.GetVersions(GetVersionsRequest(), timeout=_QUERY_DEADLINE_S)
+    served = await versions_at_gateway(calls)
     if not status.workers:
         raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
     settings = calls.config.machine_settings(len(status.workers))
@@ -64,6 +60,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
     with calls.reported(
         Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
+        await mend(calls, command)
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):
             match name:
@@ -94,6 +91,7 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
     with calls.reported(
         Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
+        await mend(calls, command)
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):
             match name:

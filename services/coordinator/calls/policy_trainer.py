@@ -8,6 +8,7 @@ from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Service
 from paceline.errors import PacelineError
+from paceline.rpc import leased
 from paceline.v1 import policy_pb2
 
 
@@ -41,6 +42,19 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
                     pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
                     version = answer.policy_version
                     calls.emit(events.PolicyPrepared(calls.now(), command.epoch, version, pushed))
+
+
+async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
+    """Has the policy that serves pushed again: a step that is trained already is only pushed."""
+    config, deadline_s = calls.config, calls.config.step_deadline_s
+    request = policy_pb2.TrainStepRequest(
+        context=leased(config.security, config.run.id, command.step - 1, command.epoch),
+        policy_version=command.versions.policy - 1,
+    )
+    with calls.reported(Service.POLICY_TRAINER, "push", command, deadline_s=deadline_s):
+        call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
+        async for _ in answers(call, last="prepared"):
+            pass
 
 
 def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:

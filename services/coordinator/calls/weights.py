@@ -1,16 +1,58 @@
-"""Calls the weight services: commits sets at their receivers, aborts candidates."""
+"""Calls the weight services: commits sets at their receivers, aborts candidates, and has what was
+damaged pushed again.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from coordinator.calls.base import Calls
+from coordinator.calls.policy_trainer import push_again
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event
 from coordinator.machine.state import Service
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
+from paceline.messages import versions_from_proto
+from paceline.rpc import rpc_errors
 from paceline.telemetry import get_logger
-from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
+from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import abort_version, commit_versions
 from paceline.weights.push import COMMAND_DEADLINE_S
+
+QUERY_DEADLINE_S = 30.0
+
+
+async def versions_at_gateway(calls: Calls) -> GetVersionsResponse:
+    """What the gateway serves, and what of it is damaged. Raises PacelineErrors."""
+    stub: Any = WeightServiceStub(calls.peers.channels[Service.GATEWAY])  # type: ignore[no-untyped-call]
+    with rpc_errors():
+        found: GetVersionsResponse = await stub.GetVersions(
+            GetVersionsRequest(), timeout=QUERY_DEADLINE_S
+        )
+    return found
+
+
+async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
+    """Makes the gateway serve the command's set, and no other, also after its files were damaged.
+
+    The trainer pushes the policy again. A drafter is left out by the workers, and the one before it
+    serves with the next commit.
+    """
+    versions, found = command.versions, await versions_at_gateway(calls)
+    unknown = versions_from_proto(found.versions) != versions
+    if WEIGHT_TARGET_DRAFTER in found.damaged:
+        damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}
+        calls.emit(events.AcceptanceFell(calls.now(), versions.drafter, damaged))
+    if versions.policy and (unknown or WEIGHT_TARGET_POLICY in found.damaged):
+        get_logger("coordinator").warning("policy_pushed_again", version=versions.policy)
+        await push_again(calls, command)
+    if unknown:
+        get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
+        await commit_versions(
+            calls.peers.channels[Service.GATEWAY], calls.context(command), versions
+        )
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:

@@ -72,7 +72,8 @@ def evaluate(state: State) -> Decision:
     state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
     state = lease_slots(state, range(len(state.slots)), Holder.ENGINE)
     state = replace(state, phase_epoch=state.epoch)
-    return Decision(state, (Evaluate(state.step, state.epoch, state.evaluations[0]),))
+    command = Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
+    return Decision(state, (command,))
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:

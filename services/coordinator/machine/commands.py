@@ -34,7 +34,9 @@ class BeginStep(Command):
 
 @dataclass(frozen=True, slots=True)
 class RunTasks(StepCommand):
-    """Roll the step out; answered by ShareDone and TasksFinished."""
+    """Roll the step out with a set; answered by ShareDone and TasksFinished."""
+
+    versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,10 @@ class AbortDrafter(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class Evaluate(StepCommand):
-    """Make an evaluation after `step` finished steps; answered by EvaluationDone."""
+    """Make an evaluation of a set after `step` finished steps; answered by EvaluationDone."""
 
     kind: Evaluation
+    versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class CommitFailed(Event):
 @dataclass(frozen=True, slots=True)
 class AcceptanceFell(Event):
     """Live acceptance length since this drafter serves is below the one before by more than noise
-    allows.
+    allows, or its files are damaged.
     """
 
     drafter_version: int

@@ -42,7 +42,7 @@ def generate(state: State) -> Decision:
     state = move_workers(state, waiting, Cause.STEP_BEGAN)
     state = lease_slots(state, range(len(state.slots)), Holder.ENGINE)
     state = replace(state, phase_epoch=state.epoch, rollout_restart=False)
-    return Decision(state, (RunTasks(state.step, state.epoch),))
+    return Decision(state, (RunTasks(state.step, state.epoch, state.versions),))
 
 
 def share_done(state: State, event: ShareDone) -> Decision:

@@ -54,7 +54,7 @@ class OpenRuns:
                     yield rpb.RunTasksResponse(sample=sample)
             async with IdleWorkers(gateway.router, gateway.config.release_after_s) as idle:
                 while len(taken.groups) < request.open_groups:
-                    await first_of(agents.groups.closed(), idle.lent())
+                    await first_of(agents.groups.closed(), idle.lent(), gateway.weights.damaged())
                     while (worker := idle.pop()) is not None:
                         yield rpb.RunTasksResponse(share=totals.share(worker))
                     if (group := agents.groups.pop()) is not None:

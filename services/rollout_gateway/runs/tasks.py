@@ -134,7 +134,9 @@ class TaskRuns:
     async def _outcomes(
         self, jobs: list[Job], records: Mapping[str, list[dict[str, Any]]]
     ) -> AsyncIterator[rpb.SampleFinished]:
-        """Every job's outcome, in the order of their ends."""
+        """Every job's outcome, in the order of their ends. Raises Unavailable as soon as a worker
+        cannot start: what serves is damaged, and pushed again before the next call.
+        """
         ended: asyncio.Queue[asyncio.Task[rpb.SampleFinished] | rpb.SampleFinished] = (
             asyncio.Queue()
         )
@@ -146,9 +148,14 @@ class TaskRuns:
                 ended.put_nowait(recorded_sample(branches, source, job.worker_index))
             else:
                 self._begin(job).add_done_callback(ended.put_nowait)
-        for _ in jobs:
-            outcome = await ended.get()
-            yield outcome.result() if isinstance(outcome, asyncio.Task) else outcome
+        damaged = asyncio.create_task(self._gateway.weights.damaged())
+        damaged.add_done_callback(ended.put_nowait)
+        try:
+            for _ in jobs:
+                outcome = await ended.get()
+                yield outcome.result() if isinstance(outcome, asyncio.Task) else outcome
+        finally:
+            damaged.cancel()
 
     def _begin(self, job: Job) -> asyncio.Task[rpb.SampleFinished]:
         """The task that runs a sample, now or since an earlier call."""

@@ -13,6 +13,8 @@ import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.processes import child_environment, describe_exit
+from paceline.messages import versions_from_proto
+from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.engines import find_engine
@@ -35,6 +37,7 @@ class WorkerProcess:
     ) -> None:
         self.index = spec.worker_index
         self.ready = pb.WorkerReady()
+        self.versions = VersionSet()  # that it serves
         # (target, version) loaded beside the serving set
         self.prepared: set[tuple[int, int]] = set()
         self._spec = spec
@@ -97,6 +100,7 @@ class WorkerProcess:
         )
         if self._ready in done:
             self.ready = self._ready.result()
+            self.versions = versions_from_proto(self.ready.versions)
         elif self.lost in done:
             raise Unavailable(
                 f"engine worker {self.index} ended before it was ready", seen=self.lost.result()

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.local.process_directory import process_directory
 from paceline.telemetry import get_logger
@@ -82,7 +82,7 @@ class Router:
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.ready = pb.WorkerReady()
-        """Facts of the engine, from the first worker."""
+        """Facts of the engine, from the worker that was ready last."""
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
         self.evidence = EvidenceExchange()
@@ -102,15 +102,16 @@ class Router:
         return [slot.process for slot in self._slots if slot.process is not None]
 
     async def start(self) -> None:
-        """Start all workers; returns when all serve. Raises what the first failing one says."""
+        """Start all workers; returns when all serve, but for those that wait until what serves,
+        and is damaged, is pushed again. Raises what the first failing one says.
+        """
         self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=process_directory()))
         self._context = zmq.asyncio.Context()
         try:
-            first = await asyncio.gather(*(self._start_worker(slot) for slot in self._slots))
+            await asyncio.gather(*(self._start_first(slot) for slot in self._slots))
         except BaseException:
             await self.stop()
             raise
-        self.ready = first[0].ready
         self._keepers = [
             background(self._keep(slot), f"keeper of worker {slot.index}") for slot in self._slots
         ]
@@ -254,7 +255,15 @@ class Router:
             slot.end(chunk.request_id)
             self.metrics.ended(generation)
 
-    async def _start_worker(self, slot: Seat) -> WorkerProcess:
+    async def _start_first(self, slot: Seat) -> None:
+        try:
+            await self._start_worker(slot)
+        except DataLoss as error:
+            if not self.ready.ListFields():  # the engine's own files are damaged
+                raise
+            self._tell_failed_start(slot, error)
+
+    async def _start_worker(self, slot: Seat) -> None:
         """A worker that serves the committed versions."""
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
@@ -272,6 +281,7 @@ class Router:
         try:
             await process.start(self._context, self._config.ready_deadline_s)
             self._check_rows(process.ready)
+            self.ready = process.ready
             if self.on_ready is not None:
                 await self.on_ready(process)
         except BaseException:
@@ -280,7 +290,6 @@ class Router:
 
         slot.process = process
         self._flush()
-        return process
 
     def _check_rows(self, ready: pb.WorkerReady) -> None:
         """Raises ConfigError when the ring was cut for other rows than the engine's."""
@@ -291,19 +300,18 @@ class Router:
             )
 
     async def _keep(self, slot: Seat) -> None:
-        """Replace the worker whenever it is lost."""
+        """Replace the worker whenever it is lost or could not start."""
         while True:
             process = slot.process
-            if process is None:
-                return
-            reason = await asyncio.shield(process.lost)
+            reason = await asyncio.shield(process.lost) if process is not None else ""
             slot.process = None
             lost_s = time.monotonic()
-            log.warning("engine worker lost", worker=slot.index, reason=reason)
-            tell_supervisor("impaired", f"engine worker {slot.index} {reason}")
-            await process.close()
-            metrics.WORKER_RESTARTS.record()
-            self._requeue(slot)
+            if process is not None:
+                log.warning("engine worker lost", worker=slot.index, reason=reason)
+                tell_supervisor("impaired", f"engine worker {slot.index} {reason}")
+                await process.close()
+                metrics.WORKER_RESTARTS.record()
+                self._requeue(slot)
             await self._replace(slot)
             took_s = time.monotonic() - lost_s
             tell_supervisor("recovered", f"engine worker {slot.index} after {took_s:.1f} s")
@@ -316,16 +324,17 @@ class Router:
                 await self._start_worker(slot)
             except (PacelineError, OSError) as error:
                 failures += 1
-                tell_supervisor("impaired", f"engine worker {slot.index} does not start: {error}")
+                message = self._tell_failed_start(slot, error)
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
-                log.error(
-                    "engine worker does not start",
-                    worker=slot.index,
-                    failures=failures,
-                    error=str(error),
-                )
                 if failures >= STARTS_BEFORE_GIVING_UP:
-                    self._fail(slot, f"engine worker {slot.index} does not start: {error}")
+                    damaged = isinstance(error, DataLoss)  # until it is pushed again
+                    self._fail(slot, message, Unavailable if damaged else InternalError)
+
+    def _tell_failed_start(self, slot: Seat, error: PacelineError | OSError) -> str:
+        message = f"engine worker {slot.index} does not start: {error}"
+        log.error("engine worker does not start", worker=slot.index, error=str(error))
+        tell_supervisor("impaired", message)
+        return message
 
     def _requeue(self, slot: Seat) -> None:
         sent, unsent = slot.clear()
@@ -342,7 +351,7 @@ class Router:
             else:
                 self._place(generation)
 
-    def _fail(self, slot: Seat, message: str) -> None:
+    def _fail(self, slot: Seat, message: str, kind: type[PacelineError] = InternalError) -> None:
         for generations in slot.clear():
             for generation in generations:
-                generation.fail(message)
+                generation.fail(message, kind)

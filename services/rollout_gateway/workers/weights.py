@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
-from paceline.errors import PacelineError, Unavailable
-from paceline.messages import versions_from_proto, versions_to_proto
+from paceline.errors import DataLoss, PacelineError, Unavailable
+from paceline.local.news import tell_supervisor
+from paceline.messages import versions_to_proto
 from paceline.telemetry import get_logger, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -29,19 +32,33 @@ class WorkerWeights:
         self._swap = asyncio.Lock()  # a worker that starts never sees half a commit
         self._head_hashes: dict[int, str] = {}  # policy version -> lm_head hash
         self.versions = spool.serving or VersionSet()
+        self._damage = asyncio.Event()  # set, and replaced, when a worker cannot start for it
 
     def lm_head_hash(self, policy_version: int) -> str:
         """Hash of the head of a recent policy version; empty when it is not known."""
         return self._head_hashes.get(policy_version, "")
 
     async def load_committed(self, process: WorkerProcess) -> None:
-        """Bring a worker that starts to the serving set."""
+        """Bring a worker that starts to the serving set. Raises DataLoss when that is damaged: it
+        serves no other policy instead.
+        """
         async with self._swap:
-            started = versions_from_proto(process.ready.versions)
-            self._remember(started.policy, process.ready.lm_head_hash)
-            if started != self.versions:
-                await self._commit_one(process, self.versions, started, pb.PAUSE_MODE_IN_PLACE)
-                self._remember(self.versions.policy, self._spooled_hash(self.versions.policy))
+            self._remember(process.versions.policy, process.ready.lm_head_hash)
+            try:
+                self._spool.check_sets()
+                if process.versions == self.versions:
+                    return
+                await self._commit_one(process, self.versions, pb.PAUSE_MODE_IN_PLACE)
+            except DataLoss:
+                self._damage.set()
+                self._damage = asyncio.Event()
+                raise
+            self._remember(self.versions.policy, self._spooled_hash(self.versions.policy))
+
+    async def damaged(self) -> NoReturn:
+        """Raises Unavailable once a worker that starts finds what serves damaged."""
+        await self._damage.wait()
+        raise Unavailable("what serves is damaged", seen="a worker that cannot start")
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Load a version beside the serving one on every worker; the first failure fails the
@@ -75,10 +92,7 @@ class WorkerWeights:
             async with self._swap:
                 processes = self._router.processes()
                 answers = await asyncio.gather(
-                    *(
-                        self._commit_one(process, versions, self.versions, mode)
-                        for process in processes
-                    ),
+                    *(self._commit_one(process, versions, mode) for process in processes),
                     return_exceptions=True,
                 )
                 failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -105,31 +119,39 @@ class WorkerWeights:
                 process.prepared.discard((target, version))
             await self._router.ask_all(command)
 
-    async def _commit_one(
-        self, process: WorkerProcess, versions: VersionSet, serving: VersionSet, mode: int
-    ) -> None:
-        parts = (
-            (pb.WEIGHT_TARGET_POLICY, versions.policy),
-            (pb.WEIGHT_TARGET_DRAFTER, versions.drafter),
-        )
-        before = (serving.policy, serving.drafter)
-        for (target, version), served in zip(parts, before, strict=True):
-            if (
-                version != served
-                and (target, version) not in process.prepared
-                and self._spool.has(target, version)
-            ):
-                await asyncio.to_thread(self._spool.check, target, version)
-                path = str(self._spool.path(target, version))
-                prepare = pb.PrepareWeights(target=target, version=version, path=path)
-                await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
-
+    async def _commit_one(self, process: WorkerProcess, versions: VersionSet, mode: int) -> None:
+        """A damaged drafter is left out, loudly: without it the worker is slower, not wrong."""
+        if versions.policy != process.versions.policy:
+            await self._prepare_one(process, pb.WEIGHT_TARGET_POLICY, versions.policy)
+        if versions.drafter != process.versions.drafter:
+            try:
+                await self._prepare_one(process, pb.WEIGHT_TARGET_DRAFTER, versions.drafter)
+            except DataLoss as error:
+                left_out = f"drafts without drafter version {versions.drafter}: {error}"
+                tell_supervisor("impaired", f"engine worker {process.index} {left_out}")
+                versions = replace(versions, drafter=process.versions.drafter)
         commit = pb.CommitWeights(
             versions=versions_to_proto(versions),
             mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),
         )
         await self._ask(process, pb.WorkerCommand(commit_weights=commit))
-        process.prepared -= set(parts)
+        process.versions = versions
+        process.prepared -= {
+            (pb.WEIGHT_TARGET_POLICY, versions.policy),
+            (pb.WEIGHT_TARGET_DRAFTER, versions.drafter),
+        }
+
+    async def _prepare_one(self, process: WorkerProcess, target: int, version: int) -> None:
+        """Raises DataLoss when the version is damaged or gone."""
+        if (target, version) in process.prepared:
+            return
+        await asyncio.to_thread(self._spool.check, target, version)
+        if self._spool.has(target, version):
+            path = str(self._spool.path(target, version))
+            prepare = pb.PrepareWeights(
+                target=pb.WeightTarget.Name(target), version=version, path=path
+            )
+            await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
 
     async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> None:
         answer = (await self._router.ask_all(command, [process]))[0]

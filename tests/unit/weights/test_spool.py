@@ -198,15 +198,50 @@ def test_no_flipped_byte_of_the_spool_goes_unseen(tmp_path: Path) -> None:
         data = file.read_bytes()
         for at in {*range(min(len(data), 600)), len(data) // 2, len(data) - 1}:
             file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            again = Spool(tmp_path)
             with pytest.raises(DataLoss, match=file.name):
-                Spool(tmp_path).check(D, 1)
+                again.check_sets() if file.name == "versions.json" else again.check(D, 1)
         file.write_bytes(data)
 
 
-def test_spoiled_versions_file_is_data_loss(tmp_path: Path) -> None:
+def test_over_a_damaged_list_of_sets_nothing_serves_or_goes_until_one_is_committed(
+    tmp_path: Path,
+) -> None:
+    spool = Spool(tmp_path)
+    for number in (1, 2, 3):
+        spool.write(*version(P, number))
+        spool.commit(VersionSet(number, number, 0))
     (tmp_path / "versions.json").write_text('{"sets": [{"seq": 1, "colour": 2}]}')
-    with pytest.raises(DataLoss):
-        Spool(tmp_path)
+    again = Spool(tmp_path)
+    assert (again.serving, again.prepared) == (None, frozenset())
+    with pytest.raises(DataLoss, match=r"versions\.json is damaged"):
+        again.check_sets()
+    again.discard(P, 3)
+    assert names(tmp_path) == {"policy-2", "policy-3", "versions.json"}
+    again.commit(VersionSet(3, 3, 0))
+    again.check_sets()
+    assert names(tmp_path) == {"policy-3", "versions.json"}
+    assert Spool(tmp_path).serving == VersionSet(3, 3, 0)
+
+
+def test_a_part_of_the_serving_set_is_damaged_until_it_is_written_again(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for number in (1, 2):
+        spool.write(*version(P, number))
+        spool.commit(VersionSet(number, number, 0))
+    for number in (1, 2):
+        (spool.path(P, number) / "model.safetensors").write_bytes(b"")
+        with pytest.raises(DataLoss, match=r"model\.safetensors is damaged"):
+            spool.check(P, number)
+    assert spool.damaged == {(P, 2)}
+    spool.remove(P, 2)
+    again = Spool(tmp_path)
+    with pytest.raises(DataLoss, match="policy-2 is gone"):
+        again.check(P, 2)
+    assert again.damaged == {(P, 2)}
+    again.write(*version(P, 2))
+    again.check(P, 2)
+    assert again.damaged == frozenset()
 
 
 def test_a_config_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path) -> None:
