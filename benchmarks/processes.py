@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.redis import RedisLauncher, Role
+from paceline.streams import connect
 
 ANSWER_DEADLINE_S = 120.0
 
@@ -104,6 +108,27 @@ async def child(module: str, *argv: str) -> AsyncIterator[BenchChild]:
         assert process.stdin is not None
         process.stdin.close()
         await _ended(process)
+
+
+async def redis_server(stack: AsyncExitStack, role: Role) -> tuple[str, int]:
+    """URL and process of a server of our own, started the way a local run starts it."""
+    run = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-bench-")))
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    environment["PACELINE_PARENT_PID"] = str(os.getpid())  # the server ends with this process
+    url = RedisLauncher(role, run / f"redis-{role}").url
+    argv = ("-m", "paceline.local.redis", "--role", role, f"run.dir={run}")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, env=environment
+    )
+
+    async def stop() -> None:
+        process.terminate()
+        await process.wait()
+
+    stack.push_async_callback(stop)
+    async with connect(url, outage_s=20) as client:
+        await client.ping()
+    return url, process.pid
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

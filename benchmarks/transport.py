@@ -12,23 +12,19 @@ import asyncio
 import os
 import socket
 import statistics
-import sys
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.processes import Meter, child
+from benchmarks.processes import Meter, child, redis_server
 from benchmarks.receivers import CHUNK_HEAD, GROUP, TOTAL
 from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
 from paceline.config import SecurityConfig
-from paceline.local.redis import RedisLauncher
 from paceline.rpc import channel, set_malloc_thresholds
 from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
@@ -119,7 +115,7 @@ async def _compare_redis(
 ) -> tuple[list[TransferCost], list[TransferCost], Ratio]:
     fields, payload = _features()
     async with AsyncExitStack() as stack:
-        url, server = await _redis(stack)
+        url, server = await redis_server(stack, "features")
         receiver = await stack.enter_async_context(child(RECEIVERS, "redis", url))
         await receiver.answer()
         client = await stack.enter_async_context(connect(url))
@@ -203,27 +199,6 @@ async def _raw_copy(
         return await asyncio.to_thread(send), 0.0, 0.0
 
     return copy, [receiver.pid]
-
-
-async def _redis(stack: AsyncExitStack) -> tuple[str, int]:
-    """URL and process of a features server of our own, started the way a local run starts it."""
-    run = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-bench-")))
-    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
-    environment["PACELINE_PARENT_PID"] = str(os.getpid())  # the server ends with this process
-    url = RedisLauncher("features", run / "redis-features").url
-    argv = ("-m", "paceline.local.redis", "--role", "features", f"run.dir={run}")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, env=environment
-    )
-
-    async def stop() -> None:
-        process.terminate()
-        await process.wait()
-
-    stack.push_async_callback(stop)
-    async with connect(url, outage_s=20) as client:
-        await client.ping()
-    return url, process.pid
 
 
 def _weights(mib: int) -> list[NamedTensor]:

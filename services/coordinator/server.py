@@ -61,8 +61,8 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def ListSteps(
         self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext
     ) -> Any:
-        """Records of the finished steps from the one asked for."""
-        return pb.ListStepsResponse(steps=self._runner.records.finished[request.from_step :])
+        """Records of the finished steps from the one asked for, a page of them."""
+        return pb.ListStepsResponse(steps=self._runner.records.page(request.from_step))
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
         """Ends the run with the running step. FailedPrecondition when no run goes on."""

@@ -61,6 +61,10 @@ class PolicyTrainerConfig(ServiceConfig):
     """Newest checkpoints kept."""
     checkpoint_keep_every: int = Field(default=0, ge=0)
     """Also keep checkpoints whose version is a multiple of this; 0 keeps none of them."""
+    ledger_keep: int = Field(default=16, ge=0)
+    """Steps whose trajectories Redis still names one by one when checkpoints hold them; of older
+    ones it keeps the totals.
+    """
     resume: bool = True
     """Continue from the run's directory where it holds something; false refuses to start on one
     that does.

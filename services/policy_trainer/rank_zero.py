@@ -66,11 +66,8 @@ class RankZero:
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
-        self._batcher = Batcher(
-            self._stream,
-            Ledger(self._client, config.run.id),
-            max_staleness=config.max_staleness,
-        )
+        self._ledger = Ledger(self._client, config.run.id)
+        self._batcher = Batcher(self._stream, self._ledger, max_staleness=config.max_staleness)
 
     def close(self) -> None:
         """Closes connections and the loop."""
@@ -156,11 +153,14 @@ class RankZero:
             self.failed(command.command_id, error)
 
     def release(self, through_step: int) -> None:
-        """Acknowledges the entries of steps that are safe, and forgets their records."""
+        """Acknowledges the entries of steps that are safe, forgets their records, and compacts the
+        ledger behind them.
+        """
         for record in self._records.load():
             if record.step <= through_step:
                 self._runner.run(self._batcher.release(record))
         self._records.forget(through_step)
+        self._runner.run(self._ledger.compact(through_step - self._config.ledger_keep))
 
     def saved(self, command_id: int, path: Path, version: int, held_twice: int) -> None:
         """A checkpoint lies on disk; acknowledges what is safe now and tells so. Command 0 is the

@@ -31,7 +31,7 @@ from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
-from paceline.streams import Ledger, RedisStream, connect, encode_trajectory, run_key
+from paceline.streams import Ledger, LedgerCount, RedisStream, connect, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, Trajectory, VersionSet, VersionSpan
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
@@ -384,6 +384,35 @@ async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
     await world.stop()
     count = await Ledger(world.client, world.run).count()
     assert (count.final, count.trained, count.open, count.lost) == (48, 48, 0, 0)
+
+
+@pytest.mark.slow
+async def test_trajectories_of_a_compacted_step_that_come_again_are_not_trained_by_a_resumed_run(
+    world: World,
+) -> None:
+    settings = {"ranks": 1, "checkpoint_interval_steps": 1, "ledger_keep": 0}
+    await world.start(**settings)
+    first = await world.append(0, 0)
+    for step in range(3):
+        if step:
+            await world.append(step, step)
+        await world.step(step, step)
+        await world.commit(step + 1)
+    await world.stop()
+    ledger = Ledger(world.client, world.run)
+    assert await ledger.get(str(first[0].key)) is None, "step 0 is not compacted"
+    stream = RedisStream(world.client, run_key(world.run, "trajectories"))
+    waiting = (await stream.depth()).entries
+
+    await world.append(0, 0)
+    assert (await stream.depth()).entries == waiting
+    await world.start(**settings)
+    await world.append(3, 3)
+    batch, *_ = await world.step(3, 3)
+    assert batch.trajectories == len(first)
+    await world.stop()
+    count = await ledger.count()
+    assert count == LedgerCount(5 * len(first), 4 * len(first), {"late": len(first)}, 0, 0)
 
 
 @pytest.mark.slow

@@ -101,15 +101,14 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
             try:
                 with rpc_errors():
                     snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=_SNAPSHOT_S)
-                    wanted = pb.ListStepsRequest(from_step=state.complete)
-                    steps = await stub.ListSteps(wanted, timeout=_SNAPSHOT_S)
+                    while page := await _steps_after(stub, state.complete):
+                        for record in page:
+                            state.take_record(record)
             except PacelineError:
                 return  # It restarts or has ended; asked again with a later fact.
             finally:
                 asked_s = time.monotonic()
             behind = False
-            for record in steps.steps:
-                state.take_record(record)
             state.take_snapshot(snapshot)
 
         events, curve_key = config.addresses.events, config.security.curve_key
@@ -126,6 +125,13 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
                     await catch_up(0, 0)
             if behind:
                 await catch_up(0, 0)
+
+
+async def _steps_after(stub: CoordinatorServiceStub, complete: int) -> Sequence[pb.StepRecord]:
+    """The next page of records; empty when there is none."""
+    wanted = pb.ListStepsRequest(from_step=complete)
+    page: pb.ListStepsResponse = await stub.ListSteps(wanted, timeout=_SNAPSHOT_S)
+    return page.steps
 
 
 def enum_word(kind: object, value: int) -> str:

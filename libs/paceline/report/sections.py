@@ -150,6 +150,7 @@ def counts_table(summary: Summary) -> str:
         ("trajectories published", summary["trajectories_published"]),
         ("trained", summary["trajectories_trained"]),
         ("dropped", _counted(summary["trajectories_dropped"])),
+        ("never final", _counted(summary["trajectories_unpublished"])),
         ("still open", summary["trajectories_open"]),
         ("lost", summary["trajectories_lost"]),
         ("policy versions served", summary["policy_versions"]),

@@ -63,6 +63,7 @@ def summarize(
         "trajectories_published": ledger.final,
         "trajectories_trained": ledger.trained,
         "trajectories_dropped": dict(ledger.dropped),
+        "trajectories_unpublished": dict(ledger.unpublished),
         "trajectories_open": ledger.open,
         "trajectories_lost": ledger.lost,
         "near_ties": sum(record.near_ties for record in records),

@@ -1,5 +1,5 @@
 """The ledger of finished branches: what became final, was trained, dropped, lies open or is lost.
-All of it in Redis.
+All of it in Redis, branch by branch until their steps are compacted, in totals for ever.
 
 It does not decide what is trained or dropped; the trainer reports that.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -24,88 +23,118 @@ from paceline.trajectory import Trajectory, tokens_hash
 
 NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
 """What the ledger says of a branch besides its tokens, and of a session that was lost."""
+PAGE = 1000
+"""Branches that one script looks at: Redis answers nobody else meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCount:
-    """Where the final branches are: final = trained + dropped + open + lost."""
+    """Where the branches are: final = trained + dropped + open + lost."""
 
     final: int
     trained: int
     dropped: dict[str, int]  # reason -> branches
     open: int  # their entries still lie in the stream
     lost: int  # neither trained nor dropped, and no entry: 0 in a healthy run
+    # reason -> branches that never became final
+    unpublished: dict[str, int] = field(default_factory=dict)
 
 
 class Ledger:
-    """Ledger of one run on the durable Redis. Branches are named by str(BranchKey)."""
+    """Ledger of one run on the durable Redis. Branches are named by str(BranchKey).
+
+    Keys: `ledger` (hash, branch -> record), `ledger:steps` (sorted set of the same branches by
+    step), `ledger:undecided` (hash, final branch -> its entry), `ledger:fates` (hash, branch ->
+    "trained:<step>" or "dropped:<reason>"), `ledger:totals` (hash: `final`, `trained`,
+    `dropped:<reason>`, `unpublished:<reason>`, and `compacted`, the last step that is).
+    """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
         self._client: Any = client
-        self._run_id = run_id
         self._stream = run_key(run_id, "trajectories")
         self._ledger = run_key(run_id, "ledger")
-        self._finals = run_key(run_id, "finals")
-        self._trained = run_key(run_id, "trained")
-        self._dropped = run_key(run_id, "dropped")
+        self._undecided, self._fates, self._totals, self._steps = (
+            f"{self._ledger}:{name}" for name in ("undecided", "fates", "totals", "steps")
+        )
         self._append_final = client.register_script(scripts.APPEND_FINAL)
+        self._note = client.register_script(scripts.NOTE)
+        self._mark = client.register_script(scripts.MARK)
+        self._compact = client.register_script(scripts.COMPACT)
         self._count = client.register_script(scripts.COUNT)
 
     async def append_final(
         self, trajectory: Trajectory, fields: Mapping[str, str], payload: bytes
     ) -> bool:
-        """Append a finished branch once and enter it in the ledger, in one script; False when it
-        was there already.
+        """Append a finished branch once and enter it in the ledger, in one script.
+
+        False when it was there already, or its step is compacted: then it is dropped as "late".
         """
         branch = str(trajectory.key)
         record = json.dumps({**_record(trajectory), "final": True})
-        keys = [self._stream, f"{self._stream}:once:{branch}", f"{self._stream}:sizes"]
-        keys += [self._ledger, self._finals, self._step_key(trajectory.step)]
-        args = [
-            uuid.uuid4().hex,
-            branch,
-            record,
-            entry_bytes(fields, payload),
-            *flat(fields, payload),
-        ]
+        keys = [self._stream, f"{self._stream}:sizes", self._ledger, self._undecided, self._fates]
+        size = entry_bytes(fields, payload)
+        args = [branch, record, trajectory.step, size, *flat(fields, payload)]
         with redis_errors(self._client, f"append branch {branch}"):
-            return bool(await self._append_final(keys=keys, args=args))
+            return bool(
+                await self._append_final(keys=[*keys, self._totals, self._steps], args=args)
+            )
 
     async def record_unpublished(self, trajectory: Trajectory, reason: str) -> None:
         """Note a branch that never enters the stream ("unscored", "aborted", ...); a final one
         stays final.
         """
         record = json.dumps({**_record(trajectory), "final": False, "reason": reason})
+        args: list[Any] = [str(trajectory.key), record, trajectory.step, reason]
         with redis_errors(self._client, f"record branch {trajectory.key}"):
-            await self._client.hsetnx(self._ledger, str(trajectory.key), record)
+            await self._note(keys=[self._ledger, self._totals, self._steps], args=args)
 
     async def mark_trained(self, keys: Sequence[str], step: int) -> None:
         """Note that the optimiser step `step` used these branches.
 
         Call it before their entries are deleted.
         """
-        if keys:
-            with redis_errors(self._client, "mark branches trained"):
-                await self._client.hset(self._trained, mapping=dict.fromkeys(keys, step))
+        await self._give_fates(dict.fromkeys(keys, f"trained:{step}"))
 
     async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
         """Note why branches are not trained: branch -> reason.
 
         Call it before their entries are deleted.
         """
-        if reasons:
-            with redis_errors(self._client, "mark branches dropped"):
-                await self._client.hset(self._dropped, mapping=dict(reasons))
+        await self._give_fates({key: f"dropped:{reason}" for key, reason in reasons.items()})
+
+    async def compact(self, through_step: int) -> None:
+        """Forget the branches of steps up to this one that have a fate, or never became final;
+        their totals stay.
+
+        Call it when no start can train these steps again: a branch of theirs that comes after this
+        is not appended.
+        """
+        stay, found = 0, PAGE
+        keys = [self._ledger, self._undecided, self._fates, self._totals, self._steps]
+        with redis_errors(self._client, f"compact the ledger through step {through_step}"):
+            while through_step >= 0 and found == PAGE:
+                found, more = await self._compact(keys=keys, args=[through_step, stay, PAGE])
+                stay += more
 
     async def count(self) -> LedgerCount:
-        """Count the final branches by fate, at one instant, from Redis alone."""
+        """Count the branches by fate, at one instant, from Redis alone; as quick as there are few
+        without a fate.
+        """
         with redis_errors(self._client, "count the ledger"):
-            reply = await self._count(
-                keys=[self._stream, self._finals, self._trained, self._dropped]
+            still_open, lost, *reply = await self._count(
+                keys=[self._stream, self._undecided, self._totals]
             )
-        final, trained, still_open, lost = (int(value) for value in reply[:4])
-        dropped = {reply[i].decode(): int(reply[i + 1]) for i in range(4, len(reply), 2)}
-        return LedgerCount(final, trained, dropped, still_open, lost)
+        totals = {reply[i].decode(): int(reply[i + 1]) for i in range(0, len(reply), 2)}
+        dropped, unpublished = (
+            {
+                name.removeprefix(kind): count
+                for name, count in totals.items()
+                if name.startswith(kind) and count
+            }
+            for kind in ("dropped:", "unpublished:")
+        )
+        final, trained = totals.get("final", 0), totals.get("trained", 0)
+        return LedgerCount(final, trained, dropped, int(still_open), int(lost), unpublished)
 
     async def get(self, key: str) -> dict[str, Any] | None:
         """The record of one branch; None when the ledger does not know it."""
@@ -116,13 +145,20 @@ class Ledger:
     async def finals(self, step: int) -> list[dict[str, Any]]:
         """Records of the final branches of one RL step, sorted by (task_index, sample_index)."""
         with redis_errors(self._client, f"read finals of step {step}"):
-            branches = await self._client.smembers(self._step_key(step))
-            raw = await self._client.hmget(self._ledger, list(branches)) if branches else []
+            branches = await self._client.zrangebyscore(self._steps, step, step)
+            raw = await self._client.hmget(self._ledger, branches) if branches else []
         records = [json.loads(value) for value in raw if value is not None]
-        return sorted(records, key=lambda record: (record["task_index"], record["sample_index"]))
+        finals = [record for record in records if record["final"]]
+        return sorted(finals, key=lambda record: (record["task_index"], record["sample_index"]))
 
-    def _step_key(self, step: int) -> str:
-        return run_key(self._run_id, f"finals:{step}")
+    async def _give_fates(self, fates: Mapping[str, str]) -> None:
+        pairs = [part for pair in fates.items() for part in pair]
+        with redis_errors(self._client, "mark branches"):
+            for first in range(0, len(pairs), 2 * PAGE):
+                await self._mark(
+                    keys=[self._undecided, self._fates, self._totals],
+                    args=pairs[first : first + 2 * PAGE],
+                )
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

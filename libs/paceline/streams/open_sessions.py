@@ -160,6 +160,8 @@ class OpenSessions:
             self._lost,
             self._lost_keys,
             self._lost_at,
+            run_key(self._run_id, "ledger:totals"),
+            run_key(self._run_id, "ledger:steps"),
         ]
         args = [self._mark, time.time(), LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
         with redis_errors(self._client, "take over lost sessions"):

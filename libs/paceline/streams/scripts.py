@@ -7,21 +7,10 @@ stream's entries lie in the hash `<stream>:sizes` (id -> bytes, and the fields `
 
 from __future__ import annotations
 
-_APPEND = """
--- Returns id and 1 when appended, id and 0 when another call appended this key before.
--- The marker holds '<nonce> <id>': a call that is repeated after a lost answer finds its own nonce.
-local function append(stream, marker, sizes, nonce, expire_ms, budget, size, pairs)
-  local seen = redis.call('GET', marker)
-  if seen then
-    local owner, id = string.match(seen, '^(%S+) (%S+)$')
-    return id, (owner == nonce and 1 or 0), true
-  end
+_ADD = """
+-- Appends an entry and returns its id; a budget > 0 pushes out the oldest ones.
+local function add(stream, sizes, budget, size, pairs)
   local id = redis.call('XADD', stream, '*', unpack(pairs))
-  if expire_ms > 0 then
-    redis.call('SET', marker, nonce .. ' ' .. id, 'PX', expire_ms)
-  else
-    redis.call('SET', marker, nonce .. ' ' .. id)
-  end
   redis.call('HSET', sizes, id, size)
   local total = redis.call('HINCRBY', sizes, 'total', size)
   while budget > 0 and total > budget do
@@ -32,7 +21,7 @@ local function append(stream, marker, sizes, nonce, expire_ms, budget, size, pai
     redis.call('HDEL', sizes, oldest)
     redis.call('HINCRBY', sizes, 'trimmed', 1)
   end
-  return id, 1, false
+  return id
 end
 local function tail(from)
   local rest = {}
@@ -51,14 +40,26 @@ end
 """
 
 APPEND = (
-    _APPEND
+    _ADD
     + """
 -- KEYS: stream, marker, sizes.
 -- ARGV: nonce, marker lifetime in ms (0 = for ever), budget in bytes (0 = none), size,
 -- then field, value, ...
-local lifetime, budget = tonumber(ARGV[2]), tonumber(ARGV[3])
-local id, mine = append(KEYS[1], KEYS[2], KEYS[3], ARGV[1], lifetime, budget, ARGV[4], tail(5))
-return {id, mine}
+-- Returns id and 1 when appended, id and 0 when another call appended this key before.
+-- The marker holds '<nonce> <id>': a call that is repeated after a lost answer finds its own nonce.
+local seen = redis.call('GET', KEYS[2])
+if seen then
+  local owner, id = string.match(seen, '^(%S+) (%S+)$')
+  return {id, owner == ARGV[1] and 1 or 0}
+end
+local id = add(KEYS[1], KEYS[3], tonumber(ARGV[3]), ARGV[4], tail(5))
+local lifetime = tonumber(ARGV[2])
+if lifetime > 0 then
+  redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. id, 'PX', lifetime)
+else
+  redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. id)
+end
+return {id, 1}
 """
 )
 
@@ -87,49 +88,101 @@ return 1
 """
 )
 
-APPEND_FINAL = (
-    _APPEND
-    + """
--- KEYS: trajectories, marker, sizes, ledger, finals, finals of the step.
--- ARGV: nonce, branch, ledger record, size, then field, value, ...
-local id, mine, before = append(KEYS[1], KEYS[2], KEYS[3], ARGV[1], 0, 0, ARGV[4], tail(5))
-if not before then
-  redis.call('HSET', KEYS[4], ARGV[2], ARGV[3])
-  redis.call('HSET', KEYS[5], ARGV[2], id)
-  redis.call('SADD', KEYS[6], ARGV[2])
+_NOTE = """
+-- Writes a branch's record that is not final, unless the ledger has one.
+local function note(ledger, totals, steps, branch, record, step, reason)
+  if redis.call('HSETNX', ledger, branch, record) == 1 then
+    redis.call('HINCRBY', totals, 'unpublished:' .. reason, 1)
+    redis.call('ZADD', steps, step, branch)
+  end
 end
-return mine
+"""
+
+APPEND_FINAL = (
+    _ADD
+    + """
+-- KEYS: trajectories, sizes, ledger, undecided, fates, totals, steps.
+-- ARGV: branch, ledger record, step, size, then field, value, ...
+-- Returns 1 when appended. Of a step that is compacted nothing is: nobody would train it.
+local branch, step = ARGV[1], tonumber(ARGV[3])
+local noted = redis.call('HGET', KEYS[3], branch)
+if noted then
+  local before = cjson.decode(noted)
+  if before.final then return 0 end
+  redis.call('HINCRBY', KEYS[6], 'unpublished:' .. before.reason, -1)
+end
+redis.call('HSET', KEYS[3], branch, ARGV[2])
+redis.call('ZADD', KEYS[7], step, branch)
+redis.call('HINCRBY', KEYS[6], 'final', 1)
+if step <= tonumber(redis.call('HGET', KEYS[6], 'compacted') or -1) then
+  redis.call('HSET', KEYS[5], branch, 'dropped:late')
+  redis.call('HINCRBY', KEYS[6], 'dropped:late', 1)
+  return 0
+end
+redis.call('HSET', KEYS[4], branch, add(KEYS[1], KEYS[2], 0, ARGV[4], tail(5)))
+return 1
 """
 )
 
-COUNT = """
--- KEYS: trajectories, finals, trained, dropped.
--- Returns final, trained, open, lost, then reason, count, ...
-local finals = redis.call('HGETALL', KEYS[2])
-local trained, open, lost, reasons = 0, 0, 0, {}
-for index = 1, #finals, 2 do
-  local branch, id = finals[index], finals[index + 1]
-  local reason = redis.call('HGET', KEYS[4], branch)
-  if redis.call('HEXISTS', KEYS[3], branch) == 1 then
-    trained = trained + 1
-  elseif reason then
-    reasons[reason] = (reasons[reason] or 0) + 1
-  elseif #redis.call('XRANGE', KEYS[1], id, id) > 0 then
-    open = open + 1
-  else
-    lost = lost + 1
+NOTE = (
+    _NOTE
+    + """
+-- KEYS: ledger, totals, steps. ARGV: branch, ledger record, step, reason.
+note(KEYS[1], KEYS[2], KEYS[3], ARGV[1], ARGV[2], ARGV[3], ARGV[4])
+"""
+)
+
+MARK = """
+-- KEYS: undecided, fates, totals. ARGV: branch, fate, ...
+-- A fate is 'trained:<step>' or 'dropped:<reason>'; trained stays. Unknown branches are passed
+-- over: their steps are compacted.
+local function total(fate) return string.match(fate, '^trained') or fate end
+for index = 1, #ARGV, 2 do
+  local branch, fate = ARGV[index], ARGV[index + 1]
+  local old = redis.call('HGET', KEYS[2], branch)
+  if old and total(old) ~= 'trained' or redis.call('HDEL', KEYS[1], branch) == 1 then
+    if old then redis.call('HINCRBY', KEYS[3], total(old), -1) end
+    redis.call('HSET', KEYS[2], branch, fate)
+    redis.call('HINCRBY', KEYS[3], total(fate), 1)
   end
 end
-local reply = {#finals / 2, trained, open, lost}
-for reason, count in pairs(reasons) do
-  reply[#reply + 1] = reason
-  reply[#reply + 1] = count
+"""
+
+COMPACT = """
+-- KEYS: ledger, undecided, fates, totals, steps. ARGV: last step, branches passed over, branches
+-- looked at. Returns how many were there, and how many of them stay because they have no fate.
+local last = tonumber(ARGV[1])
+if last > tonumber(redis.call('HGET', KEYS[4], 'compacted') or -1) then
+  redis.call('HSET', KEYS[4], 'compacted', last)
 end
+local found = redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', last, 'LIMIT', ARGV[2], ARGV[3])
+local stay = 0
+for _, branch in ipairs(found) do
+  if redis.call('HEXISTS', KEYS[2], branch) == 1 then
+    stay = stay + 1
+  else
+    redis.call('HDEL', KEYS[1], branch)
+    redis.call('HDEL', KEYS[3], branch)
+    redis.call('ZREM', KEYS[5], branch)
+  end
+end
+return {#found, stay}
+"""
+
+COUNT = """
+-- KEYS: trajectories, undecided, totals. Returns open, lost, then total, count, ...
+local ids, open = redis.call('HVALS', KEYS[2]), 0
+for _, id in ipairs(ids) do open = open + #redis.call('XRANGE', KEYS[1], id, id) end
+local reply = redis.call('HGETALL', KEYS[3])
+table.insert(reply, 1, #ids - open)
+table.insert(reply, 1, open)
 return reply
 """
 
-TAKE_LOST = """
--- KEYS: open sessions, ledger, lost sessions, their API keys, their times.
+TAKE_LOST = (
+    _NOTE
+    + """
+-- KEYS: open sessions, ledger, lost sessions, their API keys, their times, totals, steps.
 -- ARGV: mark of this process, now in s, seconds kept, sessions kept, branches looked at.
 -- Value of an open session: mark, hash of its API key, ledger record, record, a line each;
 -- a lost one lacks the third.
@@ -158,11 +211,12 @@ local opened = redis.call('HGETALL', KEYS[1])
 for index = 1, #opened, 2 do
   local session, value = opened[index], opened[index + 1]
   local lines = '^([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)$'
-  local mark, api_key, note, record = string.match(value, lines)
+  local mark, api_key, about, record = string.match(value, lines)
   if mark ~= ARGV[1] then
     redis.call('HDEL', KEYS[1], session)
     if not known(session) then
-      redis.call('HSETNX', KEYS[2], session .. '/0', note)
+      local told = cjson.decode(about)
+      note(KEYS[2], KEYS[6], KEYS[7], session .. '/0', about, told.step or 0, told.reason)
       redis.call('HSET', KEYS[3], session, ARGV[1] .. '\\n' .. api_key .. '\\n' .. record)
       redis.call('ZADD', KEYS[5], now, session)
       if api_key ~= '' then redis.call('HSET', KEYS[4], api_key, session) end
@@ -180,3 +234,4 @@ for _, session in ipairs(redis.call('ZRANGE', KEYS[5], 0, -kept - 1)) do forget(
 for index = 3, 5 do redis.call('EXPIRE', KEYS[index], kept_s) end
 return taken
 """
+)

@@ -12,6 +12,9 @@ from coordinator.machine.state import Holder, Phase, State
 from paceline.messages import versions_to_proto
 from paceline.v1.coordinator_pb2 import StepRecord
 
+PAGE = 256
+"""Records told at once; one is about a KB."""
+
 
 class StepRecords:
     """Records of the finished steps and the one being made."""
@@ -25,6 +28,10 @@ class StepRecords:
         self._detached = 0  # epoch of the newest lease whose steps are counted
         self._drafter_since: dict[int, float] = {}
         self._pulls: Counter[str] = Counter()
+
+    def page(self, first: int) -> list[StepRecord]:
+        """Records of finished steps from step `first` on, at most PAGE."""
+        return self.finished[first : first + PAGE]
 
     def observe(self, before: State, event: Event, after: State) -> StepRecord | None:
         """Takes one transition in; returns the record that it closed or amended."""

@@ -53,7 +53,8 @@ class Finished(CoordinatorServiceServicer):
         )
 
     async def ListSteps(self, request: pb.ListStepsRequest, context: Any) -> pb.ListStepsResponse:
-        return pb.ListStepsResponse(steps=self.records[request.from_step :])
+        first = request.from_step
+        return pb.ListStepsResponse(steps=self.records[first : first + 3])
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ async def publish_until(facts: FactPublisher, fact: pb.Fact, done: asyncio.Event
             continue
 
 
-async def test_missed_steps_are_asked_for_and_each_is_told_once(
+async def test_missed_steps_are_asked_for_page_by_page_and_each_is_told_once(
     run: tuple[ServiceConfig, Finished, FactPublisher],
 ) -> None:
     config, servicer, facts = run
@@ -113,18 +114,18 @@ async def test_missed_steps_are_asked_for_and_each_is_told_once(
 
     def on_record(finished: pb.StepRecord) -> None:
         told.append(finished.step)
-        if finished.step == 4:
+        if finished.step == 7:
             heard.set()
 
     state = RunState(RUN, 9, on_record)
     following = asyncio.create_task(follow(config, state))
     await asyncio.wait_for(servicer.asked.wait(), patient(10))
-    servicer.records = [record(step) for step in range(4)]  # finished while nobody listened
+    servicer.records = [record(step) for step in range(7)]  # finished while nobody listened
     fact = pb.Fact(
-        context=CommandContext(run_id=RUN, step=4), step_finished=pb.StepFinished(record=record(4))
+        context=CommandContext(run_id=RUN, step=7), step_finished=pb.StepFinished(record=record(7))
     )
     await asyncio.wait_for(publish_until(facts, fact, heard), patient(10))
-    assert told == [0, 1, 2, 3, 4]
+    assert told == list(range(8))
     await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
     await asyncio.wait_for(following, patient(10))
     assert (state.finished, state.phase) == (True, "finished")

@@ -128,7 +128,7 @@ async def test_an_unpublished_branch_is_recorded_and_not_final(
     record = await ledger.get(str(branch.key))
     assert record is not None
     assert (record["final"], record["reason"], record["reward"]) == (False, "unscored", None)
-    assert await ledger.count() == LedgerCount(0, 0, {}, 0, 0)
+    assert await ledger.count() == LedgerCount(0, 0, {}, 0, 0, {"unscored": 1})
     assert (await stream.depth()).entries == 0
 
 
@@ -143,6 +143,7 @@ async def test_an_unpublished_branch_may_become_final_but_never_back(
     assert record is not None
     assert record["final"] is True
     assert (record["tokens"], record["trained_tokens"], record["policy_versions"]) == (3, 2, [9])
+    assert await ledger.count() == LedgerCount(1, 0, {}, 1, 0)
 
 
 async def test_finals_of_a_step_come_sorted_by_task_and_sample(ledger: Ledger, run_id: str) -> None:
@@ -151,6 +152,77 @@ async def test_finals_of_a_step_come_sorted_by_task_and_sample(ledger: Ledger, r
         await ledger.append_final(branch, *encode_trajectory(branch))
     assert [record["sample_index"] for record in await ledger.finals(3)] == [0, 2, 3]
     assert [record["key"] for record in await ledger.finals(4)] == ["s1/0"]
+
+
+async def _elements(client: redis.asyncio.Redis, run_id: str) -> int:
+    """Branches in all keys of the ledger together."""
+    key = run_key(run_id, "ledger")
+    hashes = [await client.hlen(f"{key}{name}") for name in ("", ":undecided", ":fates")]
+    return sum(hashes) + int(await client.zcard(f"{key}:steps"))
+
+
+async def test_compacted_steps_leave_their_totals_and_no_branch(
+    ledger: Ledger, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = await _append(ledger, run_id, 2500)  # more than a page
+    await ledger.mark_trained(keys[:1200], 3)
+    await ledger.mark_dropped(dict.fromkeys(keys[1200:], "stale"))
+    await ledger.record_unpublished(_branch(run_id, 9001), "unscored")
+    later = _branch(run_id, 9002, step=4)
+    await ledger.append_final(later, *encode_trajectory(later))
+    before = await ledger.count()
+    assert before == LedgerCount(2501, 1200, {"stale": 1300}, 1, 0, {"unscored": 1})
+    await ledger.compact(3)
+    assert await ledger.count() == before
+    assert await ledger.finals(3) == []
+    assert len(await ledger.finals(4)) == 1
+    assert await _elements(redis_client, run_id) == 3
+
+
+async def test_what_has_no_fate_outlives_the_compaction_of_its_step_until_it_has_one(
+    ledger: Ledger, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = await _append(ledger, run_id, 3)
+    await ledger.mark_trained(keys[:1], 3)
+    name = run_key(run_id, "trajectories")
+    assert await redis_client.xdel(name, (await redis_client.xrevrange(name, count=1))[0][0]) == 1
+    await ledger.compact(3)
+    assert await ledger.count() == LedgerCount(3, 1, {}, 1, 1)
+    assert [record["key"] for record in await ledger.finals(3)] == ["s1/0", "s2/0"]
+    await ledger.mark_dropped(dict.fromkeys(keys[1:], "stale"))
+    await ledger.compact(4)
+    assert await ledger.count() == LedgerCount(3, 1, {"stale": 2}, 0, 0)
+    assert await _elements(redis_client, run_id) == 0
+
+
+async def test_a_branch_of_a_compacted_step_never_comes_back_into_the_stream(
+    ledger: Ledger, stream: RedisStream, run_id: str
+) -> None:
+    keys = await _append(ledger, run_id, 2)
+    await stream.create_group("policy")
+    entries = await stream.read("policy", "c", 10, 0)
+    await ledger.mark_trained(keys, 3)
+    await stream.ack("policy", [entry.id for entry in entries], delete=True)
+    await ledger.compact(3)
+    late = _branch(run_id, 0)
+    for _ in range(2):
+        assert await ledger.append_final(late, *encode_trajectory(late)) is False
+    assert (await stream.depth()).entries == 0
+    assert await ledger.count() == LedgerCount(3, 2, {"late": 1}, 0, 0)
+
+
+async def test_marks_and_compactions_that_are_repeated_change_nothing(
+    ledger: Ledger, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = await _append(ledger, run_id, 3)
+    for through in (2, 3, 3, 1):
+        await ledger.mark_trained(keys[:2], 3)
+        await ledger.mark_dropped({keys[1]: "stale", keys[2]: "stale", "unknown/0": "stale"})
+        await ledger.compact(through)
+    assert await ledger.count() == LedgerCount(3, 2, {"stale": 1}, 0, 0)
+    assert await _elements(redis_client, run_id) == 0
+    next_one = _branch(run_id, 7, step=4)
+    assert await ledger.append_final(next_one, *encode_trajectory(next_one)) is True
 
 
 async def test_runs_do_not_see_each_other(
