@@ -22,8 +22,10 @@ from paceline.errors import ConfigError, DataLoss, DeadlineExceeded
 from paceline.telemetry import inject_frame
 from paceline.v1.coordinator_pb2 import Fact
 
-FACTS_QUEUED = 1000
-"""Facts held for one subscriber; beyond it they are dropped and the subscriber sees a gap."""
+FACTS_QUEUED = 10_000
+"""Facts held for one subscriber, more than a coordinator makes in a second; beyond it they are
+dropped and the subscriber sees a gap.
+"""
 
 KEY_FILE = "the .key_secret file that zmq.auth.create_certificates writes"
 

@@ -95,6 +95,8 @@ def from_object(cls: type[T], found: Any, where: str = "") -> T:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _SCALARS:
+        return value
     if is_dataclass(value):
         return to_object(value)
     if isinstance(value, Enum):

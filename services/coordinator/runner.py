@@ -16,8 +16,8 @@ from coordinator.calls.groups import ClosedGroups
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
-from coordinator.journal.entry import entry_of
-from coordinator.journal.facts import facts_of
+from coordinator.journal.entry import changed_slots, entry_of
+from coordinator.journal.facts import fact_of
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import StepRecords
 from coordinator.machine import commands, events
@@ -71,7 +71,7 @@ class Runner:
 
     def now(self) -> float:
         """The wall clock, but never backwards: journal intervals have no negative length."""
-        self._last_s = max(self._last_s, self._clock())
+        self._last_s = max(self._last_s, round(self._clock(), 6))
         return self._last_s
 
     def request_stop(self) -> int:
@@ -118,7 +118,8 @@ class Runner:
             raise InternalError(str(error), reason="ILLEGAL_EVENT") from error
 
         record, fell = self._observe(before, event, after)
-        await self._journal.append(entry_of(before, event, after, record))
+        changed = changed_slots(before, after)
+        await self._journal.append(entry_of(before, event, after, changed, record))
         self.state = after
         self.stall.observe(event, after)
         if fell is not None:
@@ -126,7 +127,10 @@ class Runner:
             self._queue.put_nowait(events.AcceptanceFell(self.now(), drafter, fell))
         samples = self._source.samples_per_step
         run_id = self._config.run.id
-        for fact in facts_of(run_id, before, event, after, issued, record=record, samples=samples):
+        fact = fact_of(
+            run_id, before, event, after, issued, changed, record=record, samples=samples
+        )
+        if fact is not None:
             await self._publish(fact)
         name = type(event).__name__
         self._log.info(name, step=before.step, phase=after.phase.value, epoch=after.epoch)

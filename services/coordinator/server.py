@@ -10,7 +10,7 @@ import grpc
 
 from coordinator.calls.peers import Peers
 from coordinator.config import CoordinatorConfig
-from coordinator.journal.facts import slot_statuses
+from coordinator.journal.facts import all_slots
 from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
 from coordinator.machine.step import LIVE
@@ -51,7 +51,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             step=state.step,
             total_steps=state.settings.total_steps,
             phase=state.phase.value,
-            slots=slot_statuses(state),
+            slots=all_slots(state),
             versions=versions_to_proto(state.versions),
             last_step=records.finished[-1] if records.finished else None,
             failure=state.failure,

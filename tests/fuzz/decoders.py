@@ -304,13 +304,13 @@ ANSWER = {
     "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
 }
 JOURNAL = {
-    "v": 2,
+    "v": 3,
     "at_s": 1.0,
     "event": "StepBegan",
     "data": {"step": 1, "traceparent": ""},
     "step": 1,
     "phase": "rollout",
-    "slots": [{"slot": 0, "holder": "engine", "epoch": 1, "worker_state": "idle"}],
+    "slots": [[0, 1, "engine", 1]],
     "record": {"step": 1, "reward_mean": 0.5},
 }
 TASK = {"task_id": "a", "prompt": "1+1=", "answer": "2", "metadata": {"a": "b"}}

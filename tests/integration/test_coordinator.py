@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import signal
 import sys
 import uuid
@@ -46,6 +45,7 @@ from paceline.local.ports import free_port
 from paceline.report.slots import held_seconds, slot_intervals, slot_seconds, step_windows
 from paceline.rpc import EpochGuard, Server, channel
 from paceline.streams import connect, run_key
+from paceline.streams.journal_line import unpack_entry
 from paceline.tasks import Task, write_tasks
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
@@ -374,7 +374,7 @@ async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
     client = connect(config.redis.durable_url)
     entries = await client.xrange(run_key(config.run.id, "journal"))
     await client.aclose()
-    return [json.loads(fields[b"entry"]) for _, fields in entries]
+    return [unpack_entry(fields[b"entry"]) for _, fields in entries]
 
 
 def check_slots(entries: list[dict[str, Any]]) -> float:
@@ -573,10 +573,9 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
     names = [entry["event"] for entry in entries]
     at = names.index("Deadline")
     assert entries[at]["data"]["what"] == "preempt"
-    lease = next(e for e in entries if any(slot["holder"] == "drafter" for slot in e["slots"]))[
-        "slots"
-    ][0]
-    assert all(slot["epoch"] > lease["epoch"] for slot in entries[at]["slots"])
+    changes = [(first, holder, epoch) for e in entries for first, _, holder, epoch in e["slots"]]
+    leased = next(epoch for _, holder, epoch in changes if holder == "drafter")
+    assert all(epoch > leased for _, _, _, epoch in entries[at]["slots"])
     assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < 1.5
 
 

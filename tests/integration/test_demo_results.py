@@ -16,6 +16,7 @@ from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.config.tables import write_tables
 from paceline.streams import Ledger, encode_trajectory, run_key
+from paceline.streams.journal_line import pack_entry
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 _spec = importlib.util.spec_from_file_location(
@@ -57,7 +58,7 @@ async def files(tmp_path: Path, redis_client: redis.asyncio.Redis, run_id: str) 
     await ledger.mark_trained([str(trajectory(run_id, sample).key) for sample in (0, 1)], 0)
     for number, entry in enumerate(synthetic.entries(12), 1):
         await redis_client.xadd(
-            run_key(run_id, "journal"), {"entry": json.dumps(entry)}, id=f"{number}-0"
+            run_key(run_id, "journal"), {"entry": pack_entry(entry)}, id=f"{number}-0"
         )
     found = RunFiles(run_id, tmp_path)
     synthetic.write_spans(found.spans)

@@ -18,6 +18,7 @@ from coordinator.machine.state import (
     Service,
     State,
     WorkerState,
+    slot_row,
     worker_slots,
 )
 from coordinator.machine.step import step
@@ -37,7 +38,7 @@ LIVE = (Phase.EVALUATE, Phase.READY, *RUNS, Phase.CLOSING)
 
 def outline(state: State) -> State:
     """The state without its epochs."""
-    slots = tuple(replace(slot, epoch=0) for slot in state.slots)
+    slots = slot_row(replace(slot, epoch=0) for slot in state.slots)
     lease = state.lease and replace(state.lease, epoch=0)
     return replace(state, epoch=0, phase_epoch=0, slots=slots, lease=lease, lease_epoch=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -17,6 +18,8 @@ from paceline.v1.coordinator_pb2 import StepRecord
 
 _PACE_S = 1800.0
 """The time left follows the steps of this many last seconds: one step may take minutes."""
+_SLOTS_SHOWN = 8
+"""More slots are counted by their holders."""
 _EVALUATIONS = {ACCURACY: "held-out accuracy", PROBE: "probe"}
 
 
@@ -63,6 +66,8 @@ class RunView:
     def refresh(self) -> None:
         """Bring the bar up to date with the state."""
         holders = [holder for _, holder in sorted(self.state.holders.items())]
+        if len(holders) > _SLOTS_SHOWN:
+            holders = [f"{count} {holder}" for holder, count in Counter(holders).items()]
         self._bar.update(
             self._task,
             completed=self.state.complete,

@@ -31,13 +31,14 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set "
         f"{snapshot.versions.seq})"
     )
-    slots = Table("slot", "holder", "epoch", "worker")
-    for slot in snapshot.slots:
+    slots = Table("slots", "holder", "epoch", "worker")
+    for some in snapshot.slots:
+        last = some.first + some.count - 1
         slots.add_row(
-            str(slot.slot),
-            enum_word(pb.Holder, slot.holder),
-            str(slot.epoch),
-            enum_word(pb.WorkerState, slot.worker_state),
+            str(last) if some.count == 1 else f"{some.first}-{last}",
+            enum_word(pb.Holder, some.holder),
+            str(some.epoch),
+            enum_word(pb.WorkerState, some.worker_state),
         )
 
     console.print(slots)

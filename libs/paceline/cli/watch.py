@@ -41,18 +41,17 @@ class RunState:
 
     def take_fact(self, fact: pb.Fact) -> None:
         """Take a fact in."""
-        match fact.WhichOneof("fact"):
-            case "step_began":
-                self.phase, self.failure, self.finished = "rollout", "", False
-            case "slot_changed":
-                self._slot(fact.slot_changed.slot)
-            case "services_away":
-                self._away(fact.services_away.services)
-            case "step_finished":
-                self.take_record(fact.step_finished.record)
-            case "run_finished":
-                self.finished, self.failure = True, fact.run_finished.failure
-                self.phase = "failed" if self.failure else "finished"
+        if fact.HasField("step_began"):
+            self.phase, self.failure, self.finished = "rollout", "", False
+        for slots in fact.slots:
+            self._slots(slots)
+        if fact.HasField("services_away"):
+            self._away(fact.services_away.services)
+        if fact.HasField("step_finished"):
+            self.take_record(fact.step_finished.record)
+        if fact.HasField("run_finished"):
+            self.finished, self.failure = True, fact.run_finished.failure
+            self.phase = "failed" if self.failure else "finished"
 
     def take_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
         """Take the whole state in, after a gap."""
@@ -61,8 +60,8 @@ class RunState:
         self.total_steps, self.phase = snapshot.total_steps, snapshot.phase
         self.failure = snapshot.failure
         self._away(snapshot.away)
-        for slot in snapshot.slots:
-            self._slot(slot)
+        for slots in snapshot.slots:
+            self._slots(slots)
         if snapshot.last_step.step_s:
             self.take_record(snapshot.last_step)
 
@@ -81,9 +80,9 @@ class RunState:
             self.away = tuple(services)
             self.on_away(self.away)
 
-    def _slot(self, slot: pb.SlotStatus) -> None:
-        holder = enum_word(pb.Holder, slot.holder)
-        self.holders[slot.slot] = holder
+    def _slots(self, slots: pb.SlotRange) -> None:
+        holder = enum_word(pb.Holder, slots.holder)
+        self.holders.update(dict.fromkeys(range(slots.first, slots.first + slots.count), holder))
         if holder in ("policy", "drafter"):
             self.phase = {"policy": "policy step", "drafter": "rollout, drafter training"}[holder]
 

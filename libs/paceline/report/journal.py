@@ -20,6 +20,7 @@ from paceline.errors import DataLoss
 from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
 from paceline.streams import run_key
 from paceline.streams.connection import redis_errors
+from paceline.streams.journal_line import unpack_entry
 from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import StepRecord
 
@@ -95,7 +96,7 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield json.loads(line)
+                yield unpack_entry(line)
             except (ValueError, RecursionError) as error:
                 raise DataLoss(
                     f"{path} line {number} is no journal entry", seen=line[:80]

@@ -1,8 +1,8 @@
 """Derives from a run's journal who held which slot when, and counts slot-seconds.
 
 A journal entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the
-slots that the event changed: `{"slot", "holder", "epoch", "worker_state"}`. A step's window runs
-from its StepBegan to the entry that carries its `record`; evaluations lie outside all windows.
+slots that the event changed: `[first, count, holder, epoch]`. A step's window runs from its
+StepBegan to the entry that carries its `record`; evaluations lie outside all windows.
 """
 
 from __future__ import annotations
@@ -47,15 +47,12 @@ def slot_intervals(entries: Iterable[Entry]) -> list[SlotInterval]:
     now = 0.0
     for entry in entries:
         now = float(entry["at_s"])
-        for change in entry.get("slots", ()):
-            slot, epoch = int(change["slot"]), int(change["epoch"])
-            begun = SlotInterval(slot, str(change["holder"]), now, now, epoch, int(entry["step"]))
-            before = held.get(slot)
-            if before is not None:
-                if (before.holder, before.epoch) == (begun.holder, epoch):
-                    continue  # only the worker's state changed
-                intervals.append(replace(before, end_s=now))
-            held[slot] = begun
+        for first, count, holder, epoch in entry.get("slots", ()):
+            for slot in range(first, first + count):
+                before = held.get(slot)
+                if before is not None:
+                    intervals.append(replace(before, end_s=now))
+                held[slot] = SlotInterval(slot, holder, now, now, epoch, int(entry["step"]))
     return intervals + [replace(held[slot], end_s=now) for slot in sorted(held)]
 
 

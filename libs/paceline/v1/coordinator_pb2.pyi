@@ -36,17 +36,19 @@ WORKER_STATE_RELEASED: WorkerState
 WORKER_STATE_TRAINING: WorkerState
 WORKER_STATE_COMPLETED: WorkerState
 
-class SlotStatus(_message.Message):
-    __slots__ = ("slot", "holder", "epoch", "worker_state")
-    SLOT_FIELD_NUMBER: _ClassVar[int]
+class SlotRange(_message.Message):
+    __slots__ = ("first", "count", "holder", "epoch", "worker_state")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_STATE_FIELD_NUMBER: _ClassVar[int]
-    slot: int
+    first: int
+    count: int
     holder: Holder
     epoch: int
     worker_state: WorkerState
-    def __init__(self, slot: _Optional[int] = ..., holder: _Optional[_Union[Holder, str]] = ..., epoch: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, str]] = ...) -> None: ...
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ..., holder: _Optional[_Union[Holder, str]] = ..., epoch: _Optional[int] = ..., worker_state: _Optional[_Union[WorkerState, str]] = ...) -> None: ...
 
 class GetSnapshotRequest(_message.Message):
     __slots__ = ()
@@ -67,12 +69,12 @@ class GetSnapshotResponse(_message.Message):
     step: int
     total_steps: int
     phase: str
-    slots: _containers.RepeatedCompositeFieldContainer[SlotStatus]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotRange]
     versions: _trajectory_pb2.VersionSet
     last_step: StepRecord
     failure: str
     away: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles")
@@ -160,12 +162,12 @@ class StopRunResponse(_message.Message):
     def __init__(self, total_steps: _Optional[int] = ...) -> None: ...
 
 class Fact(_message.Message):
-    __slots__ = ("sequence", "context", "at_s", "step_began", "slot_changed", "version_committed", "step_finished", "run_finished", "services_away")
+    __slots__ = ("sequence", "context", "at_s", "step_began", "slots", "version_committed", "step_finished", "run_finished", "services_away")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
     STEP_BEGAN_FIELD_NUMBER: _ClassVar[int]
-    SLOT_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     VERSION_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FINISHED_FIELD_NUMBER: _ClassVar[int]
     RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -174,12 +176,12 @@ class Fact(_message.Message):
     context: _trajectory_pb2.CommandContext
     at_s: float
     step_began: StepBegan
-    slot_changed: SlotChanged
+    slots: _containers.RepeatedCompositeFieldContainer[SlotRange]
     version_committed: VersionCommitted
     step_finished: StepFinished
     run_finished: RunFinished
     services_away: ServicesAway
-    def __init__(self, sequence: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., at_s: _Optional[float] = ..., step_began: _Optional[_Union[StepBegan, _Mapping]] = ..., slot_changed: _Optional[_Union[SlotChanged, _Mapping]] = ..., version_committed: _Optional[_Union[VersionCommitted, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., services_away: _Optional[_Union[ServicesAway, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., at_s: _Optional[float] = ..., step_began: _Optional[_Union[StepBegan, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., version_committed: _Optional[_Union[VersionCommitted, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., services_away: _Optional[_Union[ServicesAway, _Mapping]] = ...) -> None: ...
 
 class StepBegan(_message.Message):
     __slots__ = ("samples",)
@@ -192,12 +194,6 @@ class ServicesAway(_message.Message):
     SERVICES_FIELD_NUMBER: _ClassVar[int]
     services: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, services: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class SlotChanged(_message.Message):
-    __slots__ = ("slot",)
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    slot: SlotStatus
-    def __init__(self, slot: _Optional[_Union[SlotStatus, _Mapping]] = ...) -> None: ...
 
 class VersionCommitted(_message.Message):
     __slots__ = ("versions",)

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from coordinator.machine.events import Event
-from coordinator.machine.state import Holder, Phase, State, WorkerState
+from coordinator.machine.state import Holder, Phase, Slot, State, WorkerState
 from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
 
-VERSION = 2
+VERSION = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SlotView:
-    """One slot as readers of the journal and of facts see it."""
-
-    slot: int
-    holder: Holder
-    epoch: int
-    worker_state: WorkerState
+SlotRange = tuple[int, int, Holder, int]
+"""Neighbouring slots of one status: the first, how many, who holds them, the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +28,7 @@ class EntryBody:
 
     step: int  # before the event
     phase: Phase  # after it
-    slots: tuple[SlotView, ...] = ()  # those that changed
+    slots: tuple[SlotRange, ...] = ()  # those that changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,12 @@ class JournalEntry:
             "at_s": data.pop("at_s"),
             "event": type(self.event).__name__,
             "data": data,
-            **to_object(self.body),
+            "step": self.body.step,
+            "phase": self.body.phase.value,
+            "slots": [
+                [first, count, holder.value, epoch]
+                for first, count, holder, epoch in self.body.slots
+            ],
         }
         if self.record is not None:
             values["record"] = MessageToDict(self.record, preserving_proto_field_name=True)
@@ -73,26 +72,40 @@ _NOT_BODY = frozenset({"v", "at_s", "event", "data", "record"})
 
 
 def entry_of(
-    before: State, event: Event, after: State, record: StepRecord | None = None
+    before: State,
+    event: Event,
+    after: State,
+    changed: tuple[SlotRange, ...],
+    record: StepRecord | None = None,
 ) -> JournalEntry:
-    """The entry of one transition; `record` stands in it when the transition closed the step."""
-    body = EntryBody(before.step, after.phase, changed_slots(before, after))
+    """The entry of one transition; `record` stands in it when the transition closed the step.
+
+    `changed`: the transition's `changed_slots`.
+    """
+    body = EntryBody(before.step, after.phase, changed)
     return JournalEntry(event, body, record if after.step > before.step else None)
 
 
-def changed_slots(before: State, after: State) -> tuple[SlotView, ...]:
-    """The slots whose holder, epoch or worker state differs."""
-    old, new = slot_views(before), slot_views(after)
-    return tuple(view for i, view in enumerate(new) if i >= len(old) or old[i] != view)
+def changed_slots(before: State, after: State) -> tuple[SlotRange, ...]:
+    """The slots whose holder or epoch differs."""
+    return tuple(slot_ranges(after, after.slots.changed_since(before.slots)))
 
 
-def slot_views(state: State) -> list[SlotView]:
-    """All slots."""
+def slot_ranges(state: State, slots: Iterable[int]) -> Iterator[SlotRange]:
+    """Ascending slots as ranges, each of one worker state."""
     per_worker = state.settings.slots_per_worker
-    return [
-        SlotView(i, slot.holder, slot.epoch, state.workers[i // per_worker])
-        for i, slot in enumerate(state.slots)
-    ]
+    first = count = 0
+    status: tuple[Slot, WorkerState] | None = None
+    for i in slots:
+        now = state.slots[i], state.workers[i // per_worker]
+        if now == status and i == first + count:
+            count += 1
+            continue
+        if status is not None:
+            yield first, count, status[0].holder, status[0].epoch
+        first, count, status = i, 1, now
+    if status is not None:
+        yield first, count, status[0].holder, status[0].epoch
 
 
 def _event(values: Mapping[str, Any]) -> Event:

@@ -1,71 +1,71 @@
-"""Returns the facts of a transition, which subscribers receive."""
+"""Returns the fact of a transition, which subscribers receive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from coordinator.journal.entry import SlotView, changed_slots, slot_views
+from coordinator.journal.entry import SlotRange, slot_ranges
 from coordinator.machine import events
 from coordinator.machine.commands import Command, FinishRun
 from coordinator.machine.events import Event
 from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.trajectory_pb2 import CommandContext
 
 
-def facts_of(
+def fact_of(
     run_id: str,
     before: State,
     event: Event,
     after: State,
     issued: Sequence[Command],
+    changed: Sequence[SlotRange],
     *,
     record: pb.StepRecord | None,
     samples: int,
-) -> list[pb.Fact]:
-    """Facts in the order in which they became so; unnumbered.
+) -> pb.Fact | None:
+    """Everything that became so, unnumbered; None when nothing did.
 
-    `samples`: samples that a step asks for, if it does.
+    `changed`: the transition's `changed_slots`. `samples`: samples that a step asks for, if it
+    does.
     """
-    facts = [
-        pb.Fact(slot_changed=pb.SlotChanged(slot=slot_status(view)))
-        for view in changed_slots(before, after)
-    ]
+    fact = pb.Fact(slots=_ranges(after, changed))
     if isinstance(event, events.StepBegan) and before.phase is Phase.READY:
-        facts.insert(0, pb.Fact(step_began=pb.StepBegan(samples=samples)))
+        fact.step_began.samples = samples
+        fact.step_began.SetInParent()
     if after.versions != before.versions:
-        facts.append(
-            pb.Fact(
-                version_committed=pb.VersionCommitted(versions=versions_to_proto(after.versions))
-            )
-        )
-
+        fact.version_committed.versions.CopyFrom(versions_to_proto(after.versions))
     if after.lost != before.lost:
-        facts.append(pb.Fact(services_away=pb.ServicesAway(services=sorted(after.lost))))
+        fact.services_away.services.extend(sorted(after.lost))
+        fact.services_away.SetInParent()
     if record is not None:
-        facts.append(pb.Fact(step_finished=pb.StepFinished(record=record)))
-    facts += [
-        pb.Fact(run_finished=pb.RunFinished(failure=command.failure))
-        for command in issued
-        if isinstance(command, FinishRun)
-    ]
-    for fact in facts:
-        fact.context.CopyFrom(CommandContext(run_id=run_id, step=before.step, epoch=after.epoch))
-        fact.at_s = event.at_s
-    return facts
+        fact.step_finished.record.CopyFrom(record)
+    for command in issued:
+        if isinstance(command, FinishRun):
+            fact.run_finished.failure = command.failure
+            fact.run_finished.SetInParent()
+    if not fact.ByteSize():
+        return None
+    context = fact.context
+    context.run_id, context.step, context.epoch = run_id, before.step, after.epoch
+    fact.at_s = event.at_s
+    return fact
 
 
-def slot_statuses(state: State) -> list[pb.SlotStatus]:
+def all_slots(state: State) -> list[pb.SlotRange]:
     """All slots on the wire."""
-    return [slot_status(view) for view in slot_views(state)]
+    return _ranges(state, slot_ranges(state, range(len(state.slots))))
 
 
-def slot_status(view: SlotView) -> pb.SlotStatus:
-    """One slot on the wire."""
-    return pb.SlotStatus(
-        slot=view.slot,
-        holder=f"HOLDER_{view.holder.upper()}",
-        epoch=view.epoch,
-        worker_state=f"WORKER_STATE_{view.worker_state.upper()}",
-    )
+def _ranges(state: State, ranges: Iterable[SlotRange]) -> list[pb.SlotRange]:
+    per_worker = state.settings.slots_per_worker
+    return [
+        pb.SlotRange(
+            first=first,
+            count=count,
+            holder=f"HOLDER_{holder.upper()}",
+            epoch=epoch,
+            worker_state=f"WORKER_STATE_{state.workers[first // per_worker].upper()}",
+        )
+        for first, count, holder, epoch in ranges
+    ]

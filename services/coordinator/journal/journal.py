@@ -6,7 +6,6 @@ one run only one can append. paceline.report reads them afterwards.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from coordinator.journal.entry import JournalEntry
 from paceline.errors import DataLoss, FailedPrecondition
 from paceline.streams import run_key
 from paceline.streams.connection import redis_errors
+from paceline.streams.journal_line import pack_entry, unpack_entry
 
 NAME = "journal"
 _FIELD = b"entry"
@@ -45,8 +45,8 @@ class Journal:
                     )
                 self._count += 1
                 try:
-                    entry = JournalEntry.from_json(json.loads(fields[_FIELD]))
-                except (KeyError, ValueError) as error:
+                    entry = JournalEntry.from_json(unpack_entry(fields[_FIELD]))
+                except (KeyError, ValueError, RecursionError) as error:
                     raise DataLoss(
                         f"journal entry {self._count} does not decode: {error}"
                     ) from error
@@ -58,7 +58,7 @@ class Journal:
         Raises FailedPrecondition when another coordinator has appended meanwhile, Unavailable, and
         ResourceExhausted when Redis is full.
         """
-        body = json.dumps(entry.to_json(), separators=(",", ":")).encode()
+        body = pack_entry(entry.to_json())
         entry_id = f"{self._count + 1}-0"
         with redis_errors(self._client, f"append to {self._key}"):
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.machine import events
 from coordinator.machine.events import Details, Event
-from coordinator.machine.state import Holder, Phase, State
+from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
 from paceline.v1.coordinator_pb2 import StepRecord
 
@@ -26,7 +26,7 @@ class StepRecords:
         self._rolled_out_s = 0.0
         self._waits_since = 0.0
         self._detached = 0  # epoch of the newest lease whose steps are counted
-        self._drafter_since: dict[int, float] = {}
+        self._drafter_since = 0.0
         self._pulls: Counter[str] = Counter()
 
     def page(self, first: int) -> list[StepRecord]:
@@ -117,12 +117,11 @@ class StepRecords:
         return record
 
     def _count_drafter_slots(self, before: State, event: Event, after: State) -> None:
-        for i, slot in enumerate(after.slots):
-            was = i < len(before.slots) and before.slots[i].holder is Holder.DRAFTER
-            if slot.holder is Holder.DRAFTER and not was:
-                self._drafter_since[i] = event.at_s
-            elif was and slot.holder is not Holder.DRAFTER:
-                self._open.drafter_slot_s += event.at_s - self._drafter_since.pop(i)
+        was, now = before.lease, after.lease
+        if was is not None and (now is None or now.epoch != was.epoch):
+            self._open.drafter_slot_s += len(was.slots) * (event.at_s - self._drafter_since)
+        if now is not None and (was is None or now.epoch != was.epoch):
+            self._drafter_since = event.at_s
 
     def _note_preemption(self, before: State, event: Event, after: State) -> None:
         if before.phase is Phase.PREEMPT and after.phase is Phase.POLICY:

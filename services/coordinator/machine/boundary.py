@@ -20,6 +20,8 @@ from coordinator.machine.state import (
     free_slots,
     held_by,
     lease_slots,
+    slot_row,
+    worker_row,
 )
 
 
@@ -28,8 +30,8 @@ def run_started(state: State, event: events.RunStarted) -> Decision:
     settings = event.settings
     state = State(
         settings=settings,
-        slots=(Slot(),) * settings.slots,
-        workers=(WorkerState.IDLE,) * settings.workers,
+        slots=slot_row((Slot(),) * settings.slots),
+        workers=worker_row((WorkerState.IDLE,) * settings.workers),
         versions=event.versions,
         seq=event.versions.seq,
         evaluations=evaluations_due(settings, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 from coordinator.machine import events
 from coordinator.machine.commands import AbortDrafter, ActivateDrafter, PreemptDrafter
@@ -25,14 +26,13 @@ from coordinator.machine.state import (
 def lease_released(state: State) -> Decision:
     """Leases released slots to the drafter while other workers still generate."""
     settings = state.settings
-    released = _released(state)
     wanted = (
         _due(state)
         and not settings.serial_drafter
-        and WorkerState.GENERATING in state.workers
-        and len(released) >= settings.min_workers_for_training
+        and state.workers.counted(WorkerState.GENERATING)
+        and state.workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
     )
-    return _lease(state, released) if wanted else Decision(state)
+    return _lease(state) if wanted else Decision(state)
 
 
 def train_alone(state: State) -> Decision:
@@ -42,9 +42,9 @@ def train_alone(state: State) -> Decision:
     """
     if state.lease is not None:  # a former coordinator's, whose call is gone
         return preempt(state)
-    released = _released(state)
+    released = state.workers.counted(WorkerState.RELEASED)
     if state.settings.serial_drafter and _due(state) and released:
-        return _lease(state, released)
+        return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
 
 
@@ -128,13 +128,10 @@ def _due(state: State) -> bool:
     )
 
 
-def _released(state: State) -> list[int]:
-    return [i for i, worker in enumerate(state.workers) if worker is WorkerState.RELEASED]
-
-
-def _lease(state: State, released: list[int]) -> Decision:
+def _lease(state: State) -> Decision:
     settings = state.settings
-    workers = released[: max(1, settings.max_drafter_slots // settings.slots_per_worker)]
+    count = max(1, settings.max_drafter_slots // settings.slots_per_worker)
+    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = lease_slots(move_workers(state, workers, Cause.LEASE_GRANTED), slots, Holder.DRAFTER)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)

@@ -47,15 +47,14 @@ def generate(state: State) -> Decision:
 
 def share_done(state: State, event: ShareDone) -> Decision:
     """Releases the worker's slots; the drafter may get them while others generate."""
-    state = _release(state, event.worker)
-    return lease_released(state)
+    if event.worker >= len(state.workers):
+        raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
+    return lease_released(_release(state, [event.worker]))
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
     """Releases the workers that still hold slots; the policy step needs all of them."""
-    for worker, worker_state in enumerate(state.workers):
-        if worker_state is WorkerState.GENERATING:
-            state = _release(state, worker)
+    state = _release(state, list(state.workers.where(WorkerState.GENERATING)))
     return Decision(replace(state, attempts=0), enters=Phase.PREEMPT)
 
 
@@ -64,8 +63,6 @@ def worker_lost(state: State, event: WorkerLost) -> Decision:
     return try_again(state, Phase.ROLLOUT, f"worker {event.worker} of the gateway died")
 
 
-def _release(state: State, worker: int) -> State:
-    if worker >= len(state.workers):
-        raise MachineError(f"ShareDone(worker={worker})", state.describe())
-    state = move_workers(state, [worker], Cause.SHARE_DONE)
-    return free_slots(state, worker_slots(state.settings, worker))
+def _release(state: State, workers: list[int]) -> State:
+    slots = [slot for worker in workers for slot in worker_slots(state.settings, worker)]
+    return free_slots(move_workers(state, workers, Cause.SHARE_DONE), slots)

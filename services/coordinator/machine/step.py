@@ -88,9 +88,11 @@ def call(state: State, event: events.CallAnswer) -> Mark:
 
 def share(state: State, event: events.ShareDone) -> Mark:
     """As `call` has it, and when the worker has released its slots."""
-    generates = state.workers[event.worker : event.worker + 1] in ((), (WorkerState.GENERATING,))
-    over = state.phase is Phase.ROLLOUT and not generates
-    return call(state, event)._replace(over=over)
+    mark = call(state, event)
+    known = state.phase is Phase.ROLLOUT and event.worker < len(state.workers)
+    if known and state.workers[event.worker] is not WorkerState.GENERATING:
+        return mark._replace(over=True)
+    return mark
 
 
 def lease(state: State, event: events.CallAnswer) -> Mark:

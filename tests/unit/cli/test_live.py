@@ -29,8 +29,8 @@ def record(step: int, **more: object) -> pb.StepRecord:
 
 
 def slot_fact(slot: int, holder: int) -> pb.Fact:
-    status = pb.SlotStatus(slot=slot, holder=holder)
-    return pb.Fact(context=CommandContext(step=1), slot_changed=pb.SlotChanged(slot=status))
+    slots = pb.SlotRange(first=slot, count=1, holder=holder)
+    return pb.Fact(context=CommandContext(step=1), slots=[slots])
 
 
 def finished(step: int, **more: object) -> pb.Fact:

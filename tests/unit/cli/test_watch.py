@@ -48,7 +48,7 @@ class Finished(CoordinatorServiceServicer):
             step=len(self.records),
             total_steps=9,
             phase="rollout",
-            slots=[pb.SlotStatus(slot=0, holder=pb.HOLDER_DRAFTER, epoch=7)],
+            slots=[pb.SlotRange(first=0, count=1, holder=pb.HOLDER_DRAFTER, epoch=7)],
             last_step=self.records[-1] if self.records else None,
         )
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.streams.journal_line import pack_entry
+
 BEGAN_S = 1_700_000_000.0
 STEP_S = 4.0
 EVAL_S = 1.0
@@ -17,8 +19,8 @@ DRAFTER_S = 0.75  # slot 0, in every step
 PREEMPT_WAIT_S = 0.05
 
 
-def _slot(slot: int, holder: str, epoch: int, worker: str) -> dict[str, Any]:
-    return {"slot": slot, "holder": holder, "epoch": epoch, "worker_state": worker}
+def _slot(slot: int, holder: str, epoch: int) -> list[Any]:
+    return [slot, 1, holder, epoch]
 
 
 def _entry(
@@ -75,7 +77,7 @@ def entries(steps: int) -> Iterator[dict[str, Any]]:
         "RunStarted",
         0,
         "evaluate",
-        [_slot(i, "engine", epoch, "idle") for i in (0, 1)],
+        [_slot(i, "engine", epoch) for i in (0, 1)],
         versions=versions,
     )
     for step in range(steps + 1):
@@ -107,7 +109,7 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
         "StepBegan",
         step,
         "rollout",
-        [_slot(i, "engine", epoch + 1, "generating") for i in both],
+        [_slot(i, "engine", epoch + 1) for i in both],
         step=step,
         traceparent=f"00-{step + 1:032x}-{1:016x}-01",
     )
@@ -116,10 +118,10 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
         "ShareDone",
         step,
         "rollout",
-        [_slot(0, "drafter", epoch + 2, "training")],
+        [_slot(0, "drafter", epoch + 2)],
         worker=0,
     )
-    freed = [_slot(1, "none", epoch + 1, "released")]
+    freed = [_slot(1, "none", epoch + 1)]
     yield _entry(
         now + 1.9, "TasksFinished", step, "preempt", freed, details={"response_tokens": 4000}
     )
@@ -128,7 +130,7 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
         "Preempted",
         step,
         "policy",
-        [_slot(i, "policy", epoch + 3, "completed") for i in both],
+        [_slot(i, "policy", epoch + 3) for i in both],
     )
     yield _entry(
         now + 1.90,
@@ -152,10 +154,10 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
         "PolicyStepped",
         step,
         "policy",
-        [_slot(i, "none", epoch + 3, "completed") for i in both],
+        [_slot(i, "none", epoch + 3) for i in both],
     )
     committed = {"seq": step + 1, "policy": step + 1, "drafter": (step + 1) // 10}
-    closing = [_slot(i, "engine", epoch + 4, "completed") for i in both]
+    closing = [_slot(i, "engine", epoch + 4) for i in both]
     yield _entry(now + STEP_S, "Committed", step, "ready", closing, versions=committed) | {
         "record": record(step, steps)
     }
@@ -163,7 +165,7 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
 
 def write_journal(path: Path, steps: int) -> None:
     """The journal file that a finished run leaves."""
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries(steps)), encoding="utf-8")
+    path.write_bytes(b"".join(pack_entry(entry) + b"\n" for entry in entries(steps)))
 
 
 def span(

@@ -12,6 +12,7 @@ from slot_overlaps import overlaps
 from paceline.errors import DataLoss
 from paceline.report.journal import ACCURACY, PROBE, RunHistory, read_history, write_steps
 from paceline.report.slots import slot_seconds
+from paceline.streams.journal_line import pack_entry
 
 
 def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
@@ -45,7 +46,7 @@ def test_time_without_a_coordinator_is_told_apart(tmp_path: Path, synthetic: Mod
         "step": 1,
     }
     lines = [*entries[:-3], middle | {"phase": "rollout", "slots": []}, *resumed]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(pack_entry(line) + b"\n" for line in lines))
     history = read_history(tmp_path / "journal.jsonl")
     assert history.away_s == pytest.approx(middle["at_s"] - entries[-4]["at_s"])
 
@@ -54,7 +55,7 @@ def test_what_a_journal_tells_twice_counts_once(
     tmp_path: Path, history: RunHistory, synthetic: ModuleType
 ) -> None:
     twice = [entry for entry in synthetic.entries(30) for _ in range(2)]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in twice))
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(pack_entry(entry) + b"\n" for entry in twice))
     again = read_history(tmp_path / "journal.jsonl")
     assert (again.drafter_tokens, again.decisions) == (history.drafter_tokens, history.decisions)
     assert again.served == history.served
@@ -64,7 +65,9 @@ def test_an_amended_record_replaces_the_first(tmp_path: Path, synthetic: ModuleT
     entries = list(synthetic.entries(1))
     closing = next(entry for entry in entries if entry.get("record"))
     entries.append(closing | {"record": closing["record"] | {"evaluations": {"accuracy": 0.75}}})
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (tmp_path / "journal.jsonl").write_bytes(
+        b"".join(pack_entry(entry) + b"\n" for entry in entries)
+    )
     assert read_history(tmp_path / "journal.jsonl").records[0].evaluations["accuracy"] == 0.75
 
 

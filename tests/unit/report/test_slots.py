@@ -19,9 +19,7 @@ from paceline.report.slots import (
 def entry(
     at_s: float, event: str, *slots: tuple[int, str, int], step: int = 0, **more: Any
 ) -> dict[str, Any]:
-    changes = [
-        {"slot": s, "holder": h, "epoch": e, "worker_state": "released"} for s, h, e in slots
-    ]
+    changes = [[s, 1, h, e] for s, h, e in slots]
     return {"at_s": at_s, "event": event, "step": step, "slots": changes, **more}
 
 
@@ -66,9 +64,15 @@ def test_slot_seconds_of_all_holders_make_up_the_wall() -> None:
     )
 
 
-def test_a_change_of_the_worker_alone_cuts_no_interval() -> None:
-    journal = [entry(0.0, "a", (0, "none", 1)), entry(2.0, "b", (0, "none", 1)), entry(3.0, "c")]
-    assert slot_intervals(journal) == [SlotInterval(0, "none", 0.0, 3.0, 1, 0)]
+def test_a_range_of_slots_changes_hands_at_once() -> None:
+    whole = entry(0.0, "a") | {"slots": [[0, 3, "engine", 1]]}
+    found = slot_intervals([whole, entry(2.0, "b", (1, "none", 1)), entry(3.0, "c")])
+    assert [(one.slot, one.holder, one.seconds) for one in found] == [
+        (1, "engine", 2.0),
+        (0, "engine", 3.0),
+        (1, "none", 1.0),
+        (2, "engine", 3.0),
+    ]
 
 
 def test_overlaps_are_found_on_one_slot_only() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.journal.facts import facts_of
+from coordinator.journal.entry import changed_slots
+from coordinator.journal.facts import all_slots, fact_of
 from coordinator.machine import events
 from coordinator.machine.events import Event
 from coordinator.machine.state import RunSettings, Service, State
@@ -11,36 +12,51 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import coordinator_pb2 as pb
 
 
-def told(state: State, event: Event) -> tuple[State, list[pb.Fact]]:
+def told(state: State, event: Event) -> tuple[State, pb.Fact | None]:
     after, issued = step(state, event)
-    return after, facts_of("r", state, event, after, issued, record=None, samples=8)
+    changed = changed_slots(state, after)
+    return after, fact_of("r", state, event, after, issued, changed, record=None, samples=8)
 
 
-def test_a_step_s_facts_begin_with_its_begin_and_name_every_slot() -> None:
+def fact(state: State, event: Event) -> tuple[State, pb.Fact]:
+    after, found = told(state, event)
+    assert found is not None
+    return after, found
+
+
+def test_one_fact_says_everything_that_an_event_changed() -> None:
     state, _ = told(State(), events.RunStarted(1.0, RunSettings(workers=2), VersionSet()))
-    state, facts = told(state, events.StepBegan(2.0, 0))
-    assert [fact.WhichOneof("fact") for fact in facts] == [
-        "step_began",
-        "slot_changed",
-        "slot_changed",
+    state, found = fact(state, events.StepBegan(2.0, 0))
+    assert found.step_began.samples == 8
+    assert list(found.slots) == [
+        pb.SlotRange(
+            first=0,
+            count=2,
+            holder=pb.HOLDER_ENGINE,
+            epoch=1,
+            worker_state=pb.WORKER_STATE_GENERATING,
+        )
     ]
-    assert facts[0].step_began.samples == 8
-    slot = facts[1].slot_changed.slot
-    assert (slot.slot, slot.holder, slot.epoch, slot.worker_state) == (
-        0,
-        pb.HOLDER_ENGINE,
-        1,
-        pb.WORKER_STATE_GENERATING,
-    )
-    assert {(fact.context.run_id, fact.context.epoch, fact.at_s) for fact in facts} == {
-        ("r", 1, 2.0)
-    }
+    assert (found.context.run_id, found.context.epoch, found.at_s) == ("r", 1, 2.0)
+
+
+def test_only_slots_that_changed_are_told() -> None:
+    wanted = RunSettings(workers=1000, slots_per_worker=4)
+    state, _ = told(State(), events.RunStarted(1.0, wanted, VersionSet()))
+    state, _ = told(state, events.StepBegan(2.0, 0))
+    state, found = fact(state, events.ShareDone(3.0, 1, 500))
+    assert [(one.first, one.count, one.holder) for one in found.slots] == [
+        (2000, 4, pb.HOLDER_DRAFTER)
+    ]
+    found = fact(state, events.TasksFinished(4.0, 1))[1]
+    assert [(one.first, one.count) for one in found.slots] == [(0, 2000), (2004, 1996)]
+    assert sum(one.count for one in all_slots(state)) == 4000
 
 
 def test_a_refused_event_is_no_fact() -> None:
     state, _ = told(State(), events.RunStarted(1.0, RunSettings(), VersionSet()))
     state, _ = told(state, events.StepBegan(2.0, 0))
-    assert told(state, events.ShareDone(3.0, 0, 0))[1] == []
+    assert told(state, events.ShareDone(3.0, 0, 0))[1] is None
 
 
 def test_a_failure_and_a_new_set_are_facts() -> None:
@@ -51,27 +67,23 @@ def test_a_failure_and_a_new_set_are_facts() -> None:
         events.PolicyPrepared(4.0, 2, 1),
     ):
         state, _ = told(state, event)
-    failed = told(state, events.Deadline(6.0, state.phase_epoch, "commit", 9.0))[1]
-    assert [fact.run_finished.failure for fact in failed] == [
-        "commit of step 0 took longer than 9 s"
-    ]
-    facts = told(state, events.Committed(5.0, VersionSet(1, 1, 0)))[1]
-    assert [
-        fact.version_committed.versions.policy
-        for fact in facts
-        if fact.HasField("version_committed")
-    ] == [1]
+    failed = fact(state, events.Deadline(6.0, state.phase_epoch, "commit", 9.0))[1]
+    assert failed.run_finished.failure == "commit of step 0 took longer than 9 s"
+    assert not failed.HasField("version_committed")
+    found = fact(state, events.Committed(5.0, VersionSet(1, 1, 0)))[1]
+    assert found.version_committed.versions.policy == 1
+    assert not found.HasField("run_finished")
 
 
 def test_services_that_are_lost_and_back_are_facts() -> None:
     state, _ = told(State(), events.RunStarted(1.0, RunSettings(), VersionSet()))
-    found = []
+    found: list[list[str]] = []
     for event in (
         events.ServiceLost(2.0, Service.DRAFTER_TRAINER, "gone"),
         events.ServiceLost(3.0, Service.DRAFTER_TRAINER, "gone"),
         events.ServiceLost(4.0, Service.GATEWAY, "gone"),
         events.ServiceBack(5.0, Service.DRAFTER_TRAINER),
     ):
-        state, facts = told(state, event)
-        found += [list(one.services_away.services) for one in facts]
+        state, one = told(state, event)
+        found += [list(one.services_away.services)] if one is not None else []
     assert found == [["drafter_trainer"], ["drafter_trainer", "gateway"], ["gateway"]]

@@ -25,6 +25,8 @@ from coordinator.machine.state import (
     free_slots,
     lease_slots,
     move_workers,
+    slot_row,
+    worker_row,
 )
 from coordinator.machine.step import EVENTS, PHASES, step
 from paceline.trajectory import VersionSet
@@ -79,13 +81,13 @@ def in_commit() -> State:
 
 @pytest.mark.parametrize(("before", "cause"), list(product(WorkerState, Cause)))
 def test_workers_move_as_drawn_and_in_no_other_way(before: WorkerState, cause: Cause) -> None:
-    state = State(workers=(before,))
+    state = State(workers=worker_row([before]))
     expected = WORKER_TABLE.get((before.value, cause.value))
     if expected is None:
         with pytest.raises(MachineError, match=cause.value):
             move_workers(state, [0], cause)
     else:
-        assert move_workers(state, [0], cause).workers == (WorkerState(expected),)
+        assert tuple(move_workers(state, [0], cause).workers) == (WorkerState(expected),)
     assert len(WORKER_TRANSITIONS) == len(WORKER_TABLE)
 
 
@@ -127,15 +129,15 @@ def test_a_handler_cannot_enter_a_phase_that_does_not_follow(
 
 
 def test_a_held_slot_is_never_leased_again() -> None:
-    state = lease_slots(State(slots=(Slot(), Slot())), [1], Holder.DRAFTER)
+    state = lease_slots(State(slots=slot_row([Slot(), Slot()])), [1], Holder.DRAFTER)
     with pytest.raises(MachineError, match="held by drafter"):
         lease_slots(state, [0, 1], Holder.POLICY)
 
 
 def test_fencing_gives_a_freed_slot_a_new_epoch_and_confirmation_keeps_the_old() -> None:
-    state = lease_slots(State(slots=(Slot(),)), [0], Holder.DRAFTER)
-    assert free_slots(state, [0]).slots == (Slot(Holder.NONE, 1),)
-    assert free_slots(state, [0], fence=True).slots == (Slot(Holder.NONE, 2),)
+    state = lease_slots(State(slots=slot_row([Slot()])), [0], Holder.DRAFTER)
+    assert tuple(free_slots(state, [0]).slots) == (Slot(Holder.NONE, 1),)
+    assert tuple(free_slots(state, [0], fence=True).slots) == (Slot(Holder.NONE, 2),)
 
 
 def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
@@ -143,16 +145,16 @@ def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
     assert issued == (commands.BeginStep(0),)
     state, issued = step(state, events.StepBegan(1, 0))
     assert issued == (commands.RunTasks(0, 1, state.versions),)
-    assert state.slots == (Slot(Holder.ENGINE, 1),) * 2
-    assert state.workers == (WorkerState.GENERATING,) * 2
+    assert tuple(state.slots) == (Slot(Holder.ENGINE, 1),) * 2
+    assert tuple(state.workers) == (WorkerState.GENERATING,) * 2
 
 
 def test_the_first_released_slot_goes_to_the_drafter_while_the_other_worker_generates() -> None:
     state = begun()
     state, issued = step(state, events.ShareDone(2, 1, 1))
     assert issued == (commands.ActivateDrafter(0, 2, (1,), 30.0, VersionSet()),)
-    assert state.slots == (Slot(Holder.ENGINE, 1), Slot(Holder.DRAFTER, 2))
-    assert state.workers == (WorkerState.GENERATING, WorkerState.TRAINING)
+    assert tuple(state.slots) == (Slot(Holder.ENGINE, 1), Slot(Holder.DRAFTER, 2))
+    assert tuple(state.workers) == (WorkerState.GENERATING, WorkerState.TRAINING)
 
 
 SERIAL = replace(TWO, serial_drafter=True)
@@ -209,7 +211,7 @@ def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
 def test_the_last_released_slot_stays_free() -> None:
     state = begun(replace(TWO, workers=1))
     state, issued = step(state, events.ShareDone(2, 1, 0))
-    assert (issued, state.slots) == ((), (Slot(Holder.NONE, 1),))
+    assert (issued, tuple(state.slots)) == ((), (Slot(Holder.NONE, 1),))
 
 
 @pytest.mark.parametrize(
@@ -243,8 +245,8 @@ def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -
     assert state.phase is Phase.PREEMPT
     state, issued = step(state, events.Preempted(4, 2))
     assert issued == (commands.TrainPolicy(0, 3, (0, 1), 0),)
-    assert state.workers == (WorkerState.COMPLETED, WorkerState.RELEASED)
-    assert state.slots == (Slot(Holder.POLICY, 3),) * 2
+    assert tuple(state.workers) == (WorkerState.COMPLETED, WorkerState.RELEASED)
+    assert tuple(state.slots) == (Slot(Holder.POLICY, 3),) * 2
 
 
 @pytest.mark.parametrize("reason", ["epochs", "no_data", "max_steps"])
@@ -427,7 +429,7 @@ def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() 
     assert issued == ()
     state, issued = step(state, events.Preempted(5, 2))
     assert issued == (commands.RunTasks(0, state.epoch, state.versions),)
-    assert state.workers == (WorkerState.GENERATING,) * 2
+    assert tuple(state.workers) == (WorkerState.GENERATING,) * 2
     assert step(state, events.ShareDone(6, 1, 0)) == (
         state,
         (commands.Refuse("ShareDone", 1, state.epoch),),
@@ -530,7 +532,7 @@ def test_resuming_issues_the_interrupted_call_again() -> None:
 
 
 def test_a_finished_run_says_so_and_goes_on_when_more_steps_are_wanted() -> None:
-    finished = replace(begun(), phase=Phase.FINISHED, step=2, slots=(Slot(),) * 2)
+    finished = replace(begun(), phase=Phase.FINISHED, step=2, slots=slot_row([Slot()] * 2))
     assert step(finished, events.Resumed(9, 2))[1] == (commands.FinishRun(""),)
     assert step(finished, events.Resumed(9, 3))[1] == (commands.BeginStep(2),)
 

@@ -1,0 +1,28 @@
+"""Says how an entry of a run's journal is written, in Redis and in its copy: a JSON list of values
+in the order of FIELDS, which stand for names that thousands of entries would repeat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+FIELDS = ("v", "at_s", "event", "data", "step", "phase", "slots", "record")
+"""The last one is left out of most entries. `slots` lists ranges of changed slots: (first slot,
+number of slots, holder, epoch).
+"""
+
+
+def pack_entry(entry: Mapping[str, Any]) -> bytes:
+    """The line of an entry."""
+    values = [entry[name] for name in FIELDS if name in entry]
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def unpack_entry(line: bytes | str) -> dict[str, Any]:
+    """The entry of a line, by name. Raises ValueError or RecursionError for what is none."""
+    values = json.loads(line)
+    if not isinstance(values, list) or len(values) > len(FIELDS):
+        raise ValueError(f"no list of {', '.join(FIELDS)}")
+    return dict(zip(FIELDS, values, strict=False))

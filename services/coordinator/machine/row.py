@@ -1,0 +1,91 @@
+"""Keeps a value for each of thousands of slots so that a decision costs what it changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+BLOCK = 64
+"""Values that are copied with one that changes."""
+
+
+class Row(Generic[T]):
+    """An immutable list, counted by kind; a changed one shares all other blocks with the old."""
+
+    __slots__ = ("_blocks", "_counts", "_kind_of", "_length")
+
+    def __init__(self, values: Iterable[T], kind_of: Callable[[T], Hashable]) -> None:
+        """`kind_of`: what a value counts as."""
+        whole = tuple(values)
+        self._blocks = tuple(whole[i : i + BLOCK] for i in range(0, len(whole), BLOCK))
+        self._kind_of = kind_of
+        self._counts: Mapping[Hashable, int] = Counter(map(kind_of, whole))
+        self._length = len(whole)
+
+    def replaced(self, changes: Mapping[int, T]) -> Row[T]:
+        """The row with other values at some places. Raises IndexError for a place beyond it."""
+        blocks, counts = list(self._blocks), dict(self._counts)
+        touched: dict[int, list[T]] = {}
+        for index, value in changes.items():
+            number, place = divmod(index, BLOCK)
+            if number not in touched:
+                touched[number] = list(blocks[number])
+            block = touched[number]
+            kind = self._kind_of(value)
+            counts[self._kind_of(block[place])] -= 1
+            counts[kind] = counts.get(kind, 0) + 1
+            block[place] = value
+        for number, block in touched.items():
+            blocks[number] = tuple(block)
+        new: Row[T] = object.__new__(Row)
+        new._blocks, new._counts = tuple(blocks), counts
+        new._kind_of, new._length = self._kind_of, self._length
+        return new
+
+    def counted(self, kind: Hashable) -> int:
+        """How many values are of a kind."""
+        return self._counts.get(kind, 0)
+
+    def where(self, kind: Hashable) -> Iterator[int]:
+        """Places of the values of a kind, in order."""
+        left = self.counted(kind)
+        for number, block in enumerate(self._blocks):
+            if not left:
+                return
+            for place, value in enumerate(block):
+                if self._kind_of(value) == kind:
+                    left -= 1
+                    yield number * BLOCK + place
+
+    def changed_since(self, old: Row[T]) -> Iterator[int]:
+        """Places whose values differ from those of an older row, or that it lacks."""
+        nothing = object()
+        for number, (block, was) in enumerate(zip_longest(self._blocks, old._blocks, fillvalue=())):
+            if block is was:
+                continue
+            for place, (value, before) in enumerate(zip_longest(block, was, fillvalue=nothing)):
+                if value is not before and value != before:
+                    yield number * BLOCK + place
+
+    def __getitem__(self, index: int) -> T:
+        return self._blocks[index // BLOCK][index % BLOCK]
+
+    def __iter__(self) -> Iterator[T]:
+        return (value for block in self._blocks for value in block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Row):
+            return self._blocks == other._blocks
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._blocks)
+
+    def __repr__(self) -> str:
+        return f"Row{tuple(self)}"
