@@ -9,6 +9,7 @@ from coordinator.machine import events
 from coordinator.machine.commands import AbortDrafter, ActivateDrafter, PreemptDrafter
 from coordinator.machine.decision import Decision, refused
 from coordinator.machine.state import (
+    OPTIONAL,
     Cause,
     DrafterLease,
     Holder,
@@ -29,6 +30,7 @@ def lease_released(state: State) -> Decision:
     wanted = (
         _due(state)
         and not settings.serial_drafter
+        and state.lost <= OPTIONAL  # else the tasks run again, on all workers
         and state.workers.counted(WorkerState.GENERATING)
         and state.workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
     )
@@ -107,7 +109,10 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
         return Decision(state, enters=Phase.POLICY)
     if state.phase is Phase.DRAFTER:
         return Decision(state, enters=Phase.COMMIT)
-    return Decision(state, enters=Phase.ROLLOUT if state.rollout_restart else None)
+    if state.rollout_restart:
+        return Decision(state, enters=Phase.ROLLOUT)
+    # One that is done may have slots released meanwhile; one that failed waits for the next share.
+    return Decision(state) if fence else lease_released(state)
 
 
 def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:

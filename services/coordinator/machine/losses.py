@@ -7,7 +7,7 @@ from dataclasses import replace
 from coordinator.machine import events
 from coordinator.machine.commands import AwaitService, FinishRun
 from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import end_lease, preempt
+from coordinator.machine.drafter import end_lease, lease_released, preempt
 from coordinator.machine.state import OPTIONAL, Cause, MachineError, Phase, Service, State
 
 CALL_ATTEMPTS = 3
@@ -38,10 +38,12 @@ def service_lost(state: State, event: events.ServiceLost) -> Decision:
 
 
 def service_back(state: State, event: events.ServiceBack) -> Decision:
-    """Enters the phase again if its call was the service's."""
+    """Enters the phase again if its call was the service's; the drafter gets released slots."""
     if event.service not in state.lost:
         return Decision(state)
     state = replace(state, lost=state.lost - {event.service})
+    if event.service is Service.DRAFTER_TRAINER and state.phase is Phase.ROLLOUT:
+        return lease_released(state)
     called = event.service in CALLED_IN.get(state.phase, ())
     return Decision(state, enters=state.phase if called else None)
 

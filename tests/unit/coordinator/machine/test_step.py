@@ -259,6 +259,25 @@ def test_a_drafter_that_is_done_frees_its_slot_while_others_generate(reason: str
     )
 
 
+def two_released() -> State:
+    """Worker 0's slot is the drafter's, worker 1 has released its own since, worker 2 generates."""
+    state = begun(replace(TWO, workers=3))
+    return run(state, events.ShareDone(2, 1, 0), events.ShareDone(3, 1, 1))[0]
+
+
+def test_a_drafter_that_is_done_gets_the_slots_that_were_released_meanwhile() -> None:
+    issued = step(two_released(), events.Detached(4, 2, "epochs"))[1]
+    assert [one.slots for one in issued if isinstance(one, commands.ActivateDrafter)] == [(1,)]
+    failed = events.TrainerFailed(4, 2, Service.DRAFTER_TRAINER, "died")
+    assert step(two_released(), failed)[1] == (), "not before the next share"
+
+
+def test_a_drafter_trainer_that_is_back_gets_the_slots_that_were_released_meanwhile() -> None:
+    state = step(two_released(), events.ServiceLost(4, Service.DRAFTER_TRAINER, "away"))[0]
+    issued = step(state, events.ServiceBack(5, Service.DRAFTER_TRAINER))[1]
+    assert [one.slots for one in issued if isinstance(one, commands.ActivateDrafter)] == [(1,)]
+
+
 def test_an_unanswered_preemption_frees_the_slot_under_a_new_epoch() -> None:
     state = step(training(), events.TasksFinished(3, 1))[0]
     state, issued = step(state, events.Deadline(5, 2, "preempt", 2.0))

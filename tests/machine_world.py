@@ -1,0 +1,234 @@
+"""Peers of the machine that answer in any order, fail and come back; all of their runs, explored."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from coordinator.machine import commands, events
+from coordinator.machine.commands import Command
+from coordinator.machine.events import Event
+from coordinator.machine.state import OPTIONAL, Phase, RunSettings, Service, State
+from coordinator.machine.step import LIVE, step
+from paceline.trajectory import VersionSet
+
+CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
+    Service.GATEWAY: (commands.RunTasks, commands.Commit, commands.Evaluate),
+    Service.POLICY_TRAINER: (
+        commands.TrainPolicy,
+        commands.SaveCheckpoints,
+        commands.RunTasks,  # which has it push again what is damaged
+        commands.Evaluate,
+    ),
+    Service.DRAFTER_TRAINER: (commands.ActivateDrafter, commands.PreemptDrafter),
+}
+NOT_CALLS = (commands.CloseStep, commands.AbortDrafter, commands.Refuse, commands.FinishRun)
+
+
+class Call(NamedTuple):
+    """A command that is being carried out."""
+
+    command: Command
+    said: frozenset[int | str] = frozenset()
+
+    @property
+    def kind(self) -> object:
+        """One call of a kind runs at a time; several services may be waited for."""
+        if isinstance(self.command, commands.AwaitService):
+            return self.command.service
+        return type(self.command)
+
+
+class World(NamedTuple):
+    """The machine and what its peers are about."""
+
+    state: State
+    calls: tuple[Call, ...]  # by kind
+    faults: int  # that may still happen
+
+
+class Move(NamedTuple):
+    """Something that can happen to a world."""
+
+    event: Event
+    calls: tuple[Call, ...]  # those that go on
+    faults: int = 0  # that it takes
+
+
+@dataclass(slots=True)
+class Explored:
+    """Every world that can be reached."""
+
+    worlds: list[World] = field(default_factory=list)
+    moves: int = 0
+    before: dict[int, list[int]] = field(default_factory=dict)  # by world, without faults
+
+    def lead_to(self, wanted: Callable[[State], bool]) -> set[int]:
+        """Numbers of the worlds from which such a state can be reached without another fault."""
+        found = {i for i, world in enumerate(self.worlds) if wanted(world.state)}
+        waiting = list(found)
+        while waiting:
+            for earlier in self.before.get(waiting.pop(), ()):
+                if earlier not in found:
+                    found.add(earlier)
+                    waiting.append(earlier)
+        return found
+
+
+Check = Callable[[World, Move, World], None]
+
+
+def explore(settings: RunSettings, faults: int, check: Check) -> Explored:
+    """Every interleaving of a run with at most so many faults; `check` sees every move."""
+    state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
+    first = World(state, made((), issued), faults)
+    found, numbers = Explored([first]), {key(first): 0}
+    waiting = deque([0])
+    while waiting:
+        number = waiting.popleft()
+        world = found.worlds[number]
+        for move in moves(world):
+            found.moves += 1
+            after = play(world, move)
+            check(world, move, after)
+            name = key(after)
+            if name not in numbers:
+                numbers[name] = len(found.worlds)
+                found.worlds.append(after)
+                waiting.append(numbers[name])
+            if not move.faults:
+                found.before.setdefault(numbers[name], []).append(number)
+    return found
+
+
+def play(world: World, move: Move) -> World:
+    """The world after a move."""
+    state, issued = step(world.state, move.event)
+    return World(state, made(move.calls, issued), world.faults - move.faults)
+
+
+def made(calls: tuple[Call, ...], issued: tuple[Command, ...]) -> tuple[Call, ...]:
+    """The calls after commands, each of which ends an older one of its kind."""
+    by_kind = {call.kind: call for call in calls}
+    for command in issued:
+        if not isinstance(command, NOT_CALLS):
+            by_kind[Call(command).kind] = Call(command)
+    return tuple(sorted(by_kind.values(), key=lambda call: str(call.kind)))
+
+
+def moves(world: World) -> Iterator[Move]:
+    """Everything that can happen: answers in any order, and faults while there are any left."""
+    state, calls = world.state, world.calls
+    for call in calls:
+        others = tuple(one for one in calls if one is not call)
+        for event, said in answers(call, state):
+            more = () if said is None else (call._replace(said=call.said | {said}),)
+            yield Move(event, tuple(sorted(others + more, key=lambda one: str(one.kind))))
+        if world.faults:
+            yield from (Move(event, others, 1) for event in failures(call))
+    if state.previous_drafter is not None and not state.rollback and state.phase in LIVE:
+        yield Move(events.AcceptanceFell(0.0, state.versions.drafter), calls)
+    if state.phase is Phase.FAILED:
+        yield Move(events.Resumed(0.0, state.settings.total_steps), ())
+    if not world.faults or state.phase not in LIVE:
+        return
+    yield Move(events.Resumed(0.0, state.settings.total_steps), (), 1)
+    yield Move(events.StopRequested(0.0), calls, 1)
+    for service, kinds in CALLS_OF.items():
+        left = tuple(call for call in calls if not isinstance(call.command, kinds))
+        if service not in state.lost and (len(left) < len(calls) or service in OPTIONAL):
+            yield Move(events.ServiceLost(0.0, service, "away"), left, 1)
+
+
+def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]]:
+    """What a call may say next, and what is noted of it; None where that is its last word."""
+    match call.command:
+        case commands.BeginStep(number):
+            yield events.StepBegan(0.0, number), None
+        case commands.RunTasks(_, epoch):
+            for worker in range(len(state.workers)):
+                if worker not in call.said:
+                    yield events.ShareDone(0.0, epoch, worker), worker
+            yield events.TasksFinished(0.0, epoch), None
+        case commands.ActivateDrafter(_, epoch):
+            if "promoted" not in call.said:
+                yield events.GatePromoted(0.0, epoch, state.candidate[1] + 1), "promoted"
+            yield events.Detached(0.0, epoch, "epochs"), None
+        case commands.PreemptDrafter(_, epoch):
+            yield events.Preempted(0.0, epoch), None
+        case commands.TrainPolicy(_, epoch, _, version):
+            if "stepped" not in call.said:
+                yield events.PolicyStepped(0.0, epoch, version + 1), "stepped"
+            yield events.PolicyPrepared(0.0, epoch, version + 1), None
+        case commands.Commit(_, _, versions):
+            yield events.Committed(0.0, versions), None
+        case commands.Evaluate(_, epoch, kind):
+            yield events.EvaluationDone(0.0, epoch, kind, 1.0), None
+        case commands.SaveCheckpoints(_, epoch):
+            yield events.CheckpointsSaved(0.0, epoch), None
+        case commands.AwaitService(service):
+            yield events.ServiceBack(0.0, service), None
+
+
+def failures(call: Call) -> Iterator[Event]:
+    """How a call may end otherwise."""
+    match call.command:
+        case commands.RunTasks(_, epoch):
+            yield events.WorkerLost(0.0, epoch, 0)
+            yield events.Deadline(0.0, epoch, "rollout", 1.0)
+        case commands.ActivateDrafter(_, epoch):
+            yield events.TrainerFailed(0.0, epoch, Service.DRAFTER_TRAINER, "died")
+            yield events.Deadline(0.0, epoch, "activation", 1.0)
+            yield events.CallFailed(0.0, Service.DRAFTER_TRAINER, "activation", "broken")
+        case commands.PreemptDrafter(_, epoch):
+            yield events.Deadline(0.0, epoch, "preempt", 1.0)
+        case commands.TrainPolicy(_, epoch):
+            yield events.TrainerFailed(0.0, epoch, Service.POLICY_TRAINER, "died")
+            yield events.CallFailed(0.0, Service.POLICY_TRAINER, "policy", "broken")
+        case commands.Commit(_, epoch, versions):
+            yield events.CommitFailed(0.0, versions, "not prepared")
+            yield events.Deadline(0.0, epoch, "commit", 1.0)
+        case commands.Evaluate(_, epoch):
+            yield events.Deadline(0.0, epoch, "evaluate", 1.0)
+        case commands.SaveCheckpoints(_, epoch):
+            yield events.Deadline(0.0, epoch, "close", 1.0)
+        case commands.AwaitService(service) if service not in OPTIONAL:
+            yield events.CallFailed(0.0, service, "recovery", "away for too long")
+
+
+def key(world: World) -> tuple[object, ...]:
+    """A world's name. The machine compares epochs and drafters and adds one, no more, so worlds that
+    differ in their size alone are one; slots' epochs and the sets' numbers it does not read.
+    """
+    state, lease, committing = world.state, world.state.lease, world.state.committing
+    epoch = ranks(
+        *(state.epoch, state.phase_epoch, state.lease_epoch, state.candidate[0]),
+        *(getattr(call.command, "epoch", 0) for call in world.calls),
+    )
+    drafter = ranks(
+        *(state.candidate[1], state.versions.drafter, state.promoted, state.previous_drafter),
+        committing and committing.drafter,
+    )
+    return (
+        *(state.phase, state.step, epoch[state.phase_epoch], epoch[state.lease_epoch]),
+        *(epoch[state.candidate[0]], drafter[state.candidate[1]], epoch[state.epoch]),
+        *(state.workers, tuple(slot.holder for slot in state.slots)),
+        lease and (epoch[lease.epoch], lease.slots, lease.preempting),
+        *(state.versions.policy, drafter[state.versions.drafter], drafter[state.promoted]),
+        *(drafter[state.previous_drafter], state.rollback, state.prepared, state.evaluations),
+        committing and (committing.policy, drafter[committing.drafter]),
+        *(state.rollout_restart, state.attempts, state.lost, state.failed_phase),
+        *(state.settings.total_steps, world.faults),
+        tuple(
+            (str(call.kind), epoch[getattr(call.command, "epoch", 0)], call.said)
+            for call in world.calls
+        ),
+    )
+
+
+def ranks(*numbers: int | None) -> dict[int | None, int | None]:
+    """Each number's place among them; None stays None."""
+    places = {one: place for place, one in enumerate(sorted({n or 0 for n in numbers}))}
+    return {None: None, **places}
