@@ -28,6 +28,10 @@ BENCHES = {
     "bandit": ("benchmarks.bandit.run", "regret of bandits over recorded and synthetic rollouts"),
     "gateway": ("benchmarks.gateway.run", "the front door under load, beside LiteLLM's proxy"),
     "growth": ("benchmarks.growth", "what a long run leaves in the durable Redis"),
+    "coordinator": (
+        "benchmarks.coordinator",
+        "events a second, latency of a decision and bytes of journal, by slots",
+    ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it

@@ -45,7 +45,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
     ) -> Any:
         """The whole state."""
-        state, records = self._runner.state, self._runner.records
+        state, records = self._runner.transitions.state, self._runner.transitions.records
         return pb.GetSnapshotResponse(
             run_id=self._run_id,
             step=state.step,
@@ -62,11 +62,11 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext
     ) -> Any:
         """Records of the finished steps from the one asked for, a page of them."""
-        return pb.ListStepsResponse(steps=self._runner.records.page(request.from_step))
+        return pb.ListStepsResponse(steps=self._runner.transitions.records.page(request.from_step))
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
         """Ends the run with the running step. FailedPrecondition when no run goes on."""
-        phase = self._runner.state.phase
+        phase = self._runner.transitions.state.phase
         if phase not in LIVE:
             allowed = ", ".join(one for one in Phase if one in LIVE)
             raise FailedPrecondition("no run goes on", seen=phase, allowed=f"phase {allowed}")
@@ -107,7 +107,7 @@ async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event)
             await stop.wait()
     except TimeoutError:
         pass
-    state = runner.state
+    state = runner.transitions.state
     if state.phase is Phase.FAILED:
         raise RunFailed(f"run {config.run.id} failed in step {state.step}: {state.failure}")
     get_logger("coordinator").info("run finished", run=config.run.id, steps=state.step)

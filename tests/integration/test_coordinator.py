@@ -718,7 +718,8 @@ async def test_a_run_that_has_not_begun_or_is_over_cannot_be_stopped(
         servicer: Any = server.CoordinatorServicer(config.run.id, runner)
         with pytest.raises(FailedPrecondition, match="no run goes on; seen: new"):
             await servicer.StopRun(pb.StopRunRequest(), None)
-        runner.state = replace(runner.state, phase=Phase.FINISHED)
+        finished = replace(runner.transitions.state, phase=Phase.FINISHED)
+        runner.transitions.state = finished
         with pytest.raises(FailedPrecondition, match="no run goes on; seen: finished"):
             await servicer.StopRun(pb.StopRunRequest(), None)
         await client.aclose()

@@ -1,0 +1,35 @@
+"""The coordinator bench runs with its real processes; its figures are for `paceline bench`, not for
+a test, except those that no other load changes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from paceline.local.patience import patient
+
+
+def test_bench_measures_events_and_decisions_and_leaves_no_process(tmp_path: Path) -> None:
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    words = ["--slots", "512", "--events", "500", "--repeats", "1", "--decisions", "50"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "coordinator", *words, "--json", tmp_path / "c.json"],
+        capture_output=True,
+        text=True,
+        timeout=patient(90),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "c.json").read_text())
+    rate, latency = found["rows"]
+    assert rate["events a step"] == 512 + 512 / 8 + 5
+    assert rate["facts a step"] <= rate["events a step"]
+    assert rate["bytes beyond details"] <= 100
+    assert rate["missed facts"] == 0
+    assert latency["decisions"] >= 50
+    assert {one.pid for one in psutil.Process().children(recursive=True)} == before
