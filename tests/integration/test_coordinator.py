@@ -899,12 +899,13 @@ async def test_a_drafter_trainer_that_comes_back_takes_part_again(
         config = config_of(overrides(peers, redis_url, tmp_path, service_recovery_s=0.3))
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        await peers.start("drafter_trainer")
-        await until_away(config, [])
         del script.activated.clear  # type: ignore[method-assign]
+        script.activated.clear()
+        await peers.start("drafter_trainer")
+        await asyncio.wait_for(script.activated.wait(), WAIT_S)  # on the slot released meanwhile
         script.released.set()
         await run
-    assert script.commits == [(1, 1, 0), (2, 2, 0), (3, 3, 1)]
+    assert script.commits == [(1, 1, 0), (2, 2, 1), (3, 3, 2)]
 
 
 def no_straggler_waits_for_the_drafter(script: Script) -> None:
