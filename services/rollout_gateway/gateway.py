@@ -42,6 +42,7 @@ from rollout_gateway.sessions.agents import Agents
 from rollout_gateway.sessions.outbox import Outbox
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.lending import Lending
 from rollout_gateway.workers.process import WorkerProcess
 from rollout_gateway.workers.router import Router, RowShape
 from rollout_gateway.workers.weights import WorkerWeights
@@ -84,6 +85,7 @@ class Gateway:
             rows,
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),
+            config.queue.wait_s,
         )
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
@@ -103,6 +105,8 @@ class Gateway:
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self.router.on_ready = self._equip
+        self.router.loans.on_return = self.weights.take_memory
+        self.lending = Lending(self.router.loans, self.router.count, config.security)
 
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.

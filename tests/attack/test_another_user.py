@@ -58,6 +58,9 @@ calls = {
     ),
     "Commit": lambda: weights.Commit(wpb.CommitRequest(context=last), timeout=20, metadata=metadata),
     "SetArm": lambda: rollout.SetArm(rpb.SetArmRequest(arm="off"), timeout=20, metadata=metadata),
+    "ReleaseWorkers": lambda: rollout.ReleaseWorkers(
+        rpb.ReleaseWorkersRequest(context=last, workers=[0]), timeout=20, metadata=metadata
+    ),
     "OpenSession": lambda: rollout.OpenSession(
         rpb.OpenSessionRequest(context=last), timeout=20, metadata=metadata
     ),
@@ -160,7 +163,7 @@ def test_without_a_token_nothing_answers_and_no_file_of_the_run_can_be_read(
 
 def test_with_the_agents_token_the_run_cannot_be_steered(target: Target, rule: Path) -> None:
     seen = target.attacked(rule, target.token("agent"))
-    steering = ("RunTasks", "Abort", "Commit", "SetArm", "OpenSession")
+    steering = ("RunTasks", "Abort", "Commit", "SetArm", "ReleaseWorkers", "OpenSession")
     assert {seen[name] for name in steering} == {"PERMISSION_DENIED"}
     assert seen["completions"] == 200
     assert not rule.with_name("was_here").exists()
@@ -170,7 +173,9 @@ def test_an_operator_names_no_file_to_run_and_locks_nobody_out(
     target: Target, rule: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = target.attacked(rule, target.token("operator"))
-    assert {seen[name] for name in ("RunTasks", "Abort", "Commit")} == {"PERMISSION_DENIED"}
+    assert {seen[name] for name in ("RunTasks", "Abort", "Commit", "ReleaseWorkers")} == {
+        "PERMISSION_DENIED"
+    }
     assert not rule.with_name("was_here").exists()
 
     monkeypatch.setenv("PACELINE_TOKEN", target.token("operator"))

@@ -53,6 +53,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
         ),
     ),
     "RolloutService/SetArm": (rpb.SetArmRequest(context=CONTEXT, arm="off"),),
+    "RolloutService/ReleaseWorkers": (rpb.ReleaseWorkersRequest(context=CONTEXT, workers=[0]),),
+    "RolloutService/ResumeWorkers": (rpb.ResumeWorkersRequest(context=CONTEXT),),
     "RolloutService/GetStatus": (rpb.GetStatusRequest(),),
     "WeightService/Prepare": (
         wpb.PrepareRequest(context=CONTEXT, manifest=wpb.Manifest(version=1)),

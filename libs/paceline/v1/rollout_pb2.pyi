@@ -312,6 +312,41 @@ class SetArmResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReleaseWorkersRequest(_message.Message):
+    __slots__ = ("context", "workers")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseWorkersResponse(_message.Message):
+    __slots__ = ("released_bytes",)
+    class ReleasedBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: _containers.ScalarMap[int, int]
+    def __init__(self, released_bytes: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class ResumeWorkersRequest(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ...) -> None: ...
+
+class ResumeWorkersResponse(_message.Message):
+    __slots__ = ("workers", "versions")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    versions: _trajectory_pb2.VersionSet
+    def __init__(self, workers: _Optional[_Iterable[int]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -70,6 +70,16 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.SetArmResponse.FromString,
                 _registered_method=True)
+        self.ReleaseWorkers = channel.unary_unary(
+                '/paceline.v1.RolloutService/ReleaseWorkers',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersResponse.FromString,
+                _registered_method=True)
+        self.ResumeWorkers = channel.unary_unary(
+                '/paceline.v1.RolloutService/ResumeWorkers',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/paceline.v1.RolloutService/GetStatus',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.GetStatusRequest.SerializeToString,
@@ -130,6 +140,20 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseWorkers(self, request, context):
+        """Takes workers out of service for a lease of their slots: answered when they have given their memory back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeWorkers(self, request, context):
+        """Ends every such lease: answered when all workers have their memory and serve the committed set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Load, versions and statistics of every worker.
         """
@@ -174,6 +198,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.SetArm,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmResponse.SerializeToString,
+            ),
+            'ReleaseWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseWorkers,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersResponse.SerializeToString,
+            ),
+            'ResumeWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeWorkers,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -371,6 +405,60 @@ class RolloutService:
             '/paceline.v1.RolloutService/SetArm',
             paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.SetArmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/ReleaseWorkers',
+            paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/ResumeWorkers',
+            paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -146,6 +146,19 @@ class RolloutServicer(RolloutServiceServicer):
         await self._gateway.set_arm(request.arm)
         return rpb.SetArmResponse()
 
+    async def ReleaseWorkers(
+        self, request: rpb.ReleaseWorkersRequest, context: Any
+    ) -> rpb.ReleaseWorkersResponse:
+        freed = await self._gateway.lending.release(request.context, request.workers)
+        return rpb.ReleaseWorkersResponse(released_bytes=freed)
+
+    async def ResumeWorkers(
+        self, request: rpb.ResumeWorkersRequest, context: Any
+    ) -> rpb.ResumeWorkersResponse:
+        back = await self._gateway.lending.resume(request.context)
+        versions = versions_to_proto(self._gateway.weights.versions)
+        return rpb.ResumeWorkersResponse(workers=back, versions=versions)
+
     async def GetStatus(self, request: rpb.GetStatusRequest, context: Any) -> rpb.GetStatusResponse:
         gateway = self._gateway
         pids = {process.index: process.pid for process in gateway.router.processes()}

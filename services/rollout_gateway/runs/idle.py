@@ -28,7 +28,7 @@ class IdleWorkers:
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> IdleWorkers:
-        self._router.take_back()
+        await self._router.loans.take_back()
         self._watchers = [
             background(self._watch(index), f"idle worker {index}") for index in range(self._kept)
         ]
@@ -53,6 +53,6 @@ class IdleWorkers:
         await self._router.idle_for(index, self._after_s)
         if self._kept > 1:
             self._kept -= 1
-            self._router.release(index)
+            self._router.loans.release(index)
             self._lent.append(index)
             self._news.set()

@@ -29,9 +29,11 @@ class Seat:
 
     index: int
     process: WorkerProcess | None = None  # None while it starts
-    released: bool = False  # lent out: gets new requests only when no other place serves
+    released: bool = False  # lent out, or about to be: gets no requests
+    lent: bool = False  # its process has given its memory back, or does so as soon as it starts
     unsent: list[Generation] = field(default_factory=list)
     live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
+    moving: set[int] = field(default_factory=set)  # requests that go on elsewhere once they ended
     idle_since_s: float | None = field(default_factory=time.monotonic)
     """time.monotonic() at which its last request ended; None while one is under way."""
     activity: Activity = field(init=False)
@@ -56,11 +58,20 @@ class Seat:
         del self.live[request_id]
         self._rest()
 
+    def take_unsent(self) -> list[Generation]:
+        """Take the requests away that no process has seen."""
+        waiting, self.unsent = self.unsent, []
+        for generation in waiting:
+            del self.live[generation.request.request_id]
+        self._rest()
+        return waiting
+
     def clear(self) -> tuple[list[Generation], list[Generation]]:
         """Take all requests away; returns those that were sent and those that were not."""
         unsent = {id(generation) for generation in self.unsent}
         sent = [generation for generation in self.live.values() if id(generation) not in unsent]
         waiting, self.unsent, self.live = self.unsent, [], {}
+        self.moving.clear()
         self._rest()
         return sent, waiting
 
@@ -96,18 +107,18 @@ class Seat:
             change.set_result(None)
 
 
-def choose(slots: Sequence[Seat], prefer: int | None) -> Seat:
+def choose(slots: Sequence[Seat], prefer: int | None) -> Seat | None:
     """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
-    the least loaded.
+    the least loaded; None while all are released.
 
-    Places without a process, then released ones, count only when there is no other.
+    Places without a process count only when there is no other.
     """
-    serving = [slot for slot in slots if slot.process is not None] or slots
-    kept = [slot for slot in serving if not slot.released] or serving
+    there = [slot for slot in slots if not slot.released]
+    kept = [slot for slot in there if slot.process is not None] or there
     held = next((slot for slot in kept if slot.index == prefer), None)
     if held is not None and not _overloaded(held, kept):
         return held
-    return min(kept, key=lambda slot: len(slot.live))
+    return min(kept, key=lambda slot: len(slot.live), default=None)
 
 
 def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:

@@ -32,6 +32,8 @@ from rollout_gateway.engines.worker.ring import RowArray, RowRing
 from rollout_gateway.engines.worker.spec import WorkerSpec
 from rollout_gateway.workers.evidence_exchange import EvidenceExchange
 from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.held import HeldRequests
+from rollout_gateway.workers.lending import Loans
 from rollout_gateway.workers.metrics import EngineMetrics
 from rollout_gateway.workers.placement import Seat, choose
 from rollout_gateway.workers.process import WorkerProcess
@@ -70,7 +72,9 @@ class Router:
         rows: RowShape | None,
         on_rows: Callable[[RowArray], None],
         on_discard: Callable[[int], None],
+        wait_s: float,
     ) -> None:
+        """wait_s: seconds that a request waits while all workers are lent out."""
         self._config = config
         self._settings = settings
         self._rows = rows
@@ -79,6 +83,8 @@ class Router:
         self._slots = [Seat(index) for index in range(count)]
         self._keepers: list[asyncio.Task[None]] = []
         self._flushing = False
+        self._held = HeldRequests(wait_s)
+        self.loans = Loans(self._slots, self._held, config.command_deadline_s, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
         self.ready = pb.WorkerReady()
@@ -121,6 +127,8 @@ class Router:
         await cancel(*self._keepers)
         for slot in self._slots:
             self._fail(slot, "the gateway is stopping")
+        for generation in self._held.take_all():
+            generation.fail("the gateway is stopping")
         await asyncio.gather(*(process.stop() for process in self.processes()))
         for slot in self._slots:
             slot.process = None
@@ -138,7 +146,7 @@ class Router:
         """Queue a request: on `worker` only, else on `prefer` unless that one is gone, released or
         overloaded.
 
-        Else on the least loaded; see placement.choose.
+        Else on the least loaded; see placement.choose. It waits while none of these may serve.
         rerun False: it ends as unavailable when its worker is lost and no other serves.
         """
         generation = Generation(request, worker, rerun=rerun)
@@ -149,14 +157,16 @@ class Router:
         """Stop a request; it ends with FINISH_REASON_ABORT."""
         slot = self._slots[generation.worker_index]
         request_id = generation.request.request_id
+        ended = pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT)
+        if self._held.take(generation):
+            generation.accept(ended)
         if request_id not in slot.live:
             return
+        slot.moving.discard(request_id)
         if generation in slot.unsent or slot.process is None:
             if generation in slot.unsent:
                 slot.unsent.remove(generation)
-            self._deliver(
-                slot, pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT)
-            )
+            self._deliver(slot, ended)
         else:
             slot.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
 
@@ -201,20 +211,6 @@ class Router:
         self.evidence.spread(processes, found)
         return found
 
-    def release(self, index: int) -> None:
-        """Lend a worker's slot out: no new unpinned request goes there while another worker serves.
-
-        Idempotent.
-        """
-        self._slots[index].released = True
-
-    def take_back(self) -> list[int]:
-        """All released workers get requests again; returns which they were."""
-        back = [slot for slot in self._slots if slot.released]
-        for slot in back:
-            slot.released = False
-        return [slot.index for slot in back]
-
     async def idle_for(self, index: int, seconds: float) -> None:
         """Returns once the worker has had no request for so many seconds on end."""
         await self._slots[index].idle_for(seconds)
@@ -222,6 +218,9 @@ class Router:
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
         slot = self._slots[pinned] if pinned is not None else choose(self._slots, prefer)
+        if slot is None or slot.released:
+            self._held.add(generation)
+            return
         slot.add(generation)
         if not self._flushing:
             # Requests of one turn of the event loop leave in one message, so that the engine admits
@@ -249,9 +248,16 @@ class Router:
         generation = slot.live.get(chunk.request_id)
         if generation is None:
             return
+        if chunk.request_id in slot.moving and chunk.finish_reason == tpb.FINISH_REASON_ABORT:
+            slot.moving.discard(chunk.request_id)
+            slot.end(chunk.request_id)
+            self._restart(generation)
+            self._place(generation)
+            return
         metrics.TOKENS.record(len(chunk.token_ids))
         generation.accept(chunk)
         if generation.finished:
+            slot.moving.discard(chunk.request_id)
             slot.end(chunk.request_id)
             self.metrics.ended(generation)
 
@@ -284,6 +290,8 @@ class Router:
             self.ready = process.ready
             if self.on_ready is not None:
                 await self.on_ready(process)
+            if slot.lent:
+                await self.loans.free(process)
         except BaseException:
             await process.close()
             raise
@@ -339,8 +347,7 @@ class Router:
     def _requeue(self, slot: Seat) -> None:
         sent, unsent = slot.clear()
         for generation in sent:
-            generation.restart()
-            self._on_discard(generation.request.request_id)
+            self._restart(generation)
         for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
                 generation.fail(
@@ -350,6 +357,10 @@ class Router:
                 generation.fail("the engine is starting again; try later", Unavailable)
             else:
                 self._place(generation)
+
+    def _restart(self, generation: Generation) -> None:
+        generation.restart()
+        self._on_discard(generation.request.request_id)
 
     def _fail(self, slot: Seat, message: str, kind: type[PacelineError] = InternalError) -> None:
         for generations in slot.clear():

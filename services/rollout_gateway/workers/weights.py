@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.errors import DataLoss, PacelineError, Unavailable
+from paceline.errors import DataLoss, PacelineError, Unavailable, WeightsError
 from paceline.local.news import tell_supervisor
-from paceline.messages import versions_to_proto
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.telemetry import get_logger, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
+from rollout_gateway.engines.nouns import Capability
 from rollout_gateway.workers.process import WorkerProcess
 from rollout_gateway.workers.router import Router
 
@@ -59,6 +60,23 @@ class WorkerWeights:
         """Raises Unavailable once a worker that starts finds what serves damaged."""
         await self._damage.wait()
         raise Unavailable("what serves is damaged", seen="a worker that cannot start")
+
+    async def take_memory(self, process: WorkerProcess) -> None:
+        """A lent worker takes its memory again. Raises WeightsError when it then serves another
+        set, and what the worker says.
+        """
+        async with self._swap:
+            if Capability.RELEASE_MEMORY in process.ready.capabilities:
+                command = pb.WorkerCommand(resume_memory=pb.ResumeMemory())
+                await self._ask(process, command)
+            answer = await self._ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
+            served = versions_from_proto(answer.health.versions)
+            if served != self.versions:
+                raise WeightsError(
+                    f"engine worker {process.index} serves another set",
+                    seen=served,
+                    allowed=self.versions,
+                )
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Load a version beside the serving one on every worker; the first failure fails the
@@ -153,10 +171,11 @@ class WorkerWeights:
             )
             await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
 
-    async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> None:
-        answer = (await self._router.ask_all(command, [process]))[0]
+    async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
+        answer: pb.WorkerEvent | BaseException = (await self._router.ask_all(command, [process]))[0]
         if isinstance(answer, BaseException):
             raise answer
+        return answer
 
     def _spooled_hash(self, policy_version: int) -> str:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,8 +18,11 @@ from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import Spool
 from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.workers import lending
 from rollout_gateway.workers.router import Router
+from rollout_gateway.workers.weights import WorkerWeights
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 DEADLINE_S = patient(30)
@@ -35,14 +39,27 @@ def request(number: int, prompt: list[int], max_tokens: int = 4) -> pb.EngineReq
 
 
 @pytest.fixture
-def serve_router() -> Serve:
+def serve_router(tmp_path: Path) -> Serve:
     @asynccontextmanager
-    async def serve(kind: str) -> AsyncIterator[Router]:
+    async def serve(
+        kind: str, script: dict[str, Any] | None = None, wait_s: float = DEADLINE_S
+    ) -> AsyncIterator[Router]:
         engine = {"kind": kind, "workers": 2}
+        if script:
+            (tmp_path / "script.json").write_text(json.dumps(script))
+            engine["script"] = str(tmp_path / "script.json")
         config = GatewayConfig.model_validate({"model": str(POLICY), "engine": engine})
         router = Router(
-            2, config.engine, engine_settings(config), None, lambda _: None, lambda _: None
+            2,
+            config.engine,
+            engine_settings(config),
+            None,
+            lambda _: None,
+            lambda _: None,
+            wait_s,
         )
+        weights = WorkerWeights(router, Spool(tmp_path, initial={}))
+        router.loans.on_return = weights.take_memory
         await router.start()
         try:
             yield router
@@ -79,12 +96,14 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
 ) -> None:
     async with serve_router("scripted") as router:
         assert (await ended(router, request(1, [5]), prefer=1))[0] == 1
-        router.release(1)
+        router.loans.release(1)
         assert (await ended(router, request(2, [5]), prefer=1))[0] == 0
-        pinned, _ = await ended(router, request(3, [5]), worker=1)
-        assert pinned == 1
-        assert router.take_back() == [1]
-        assert router.take_back() == []
+        pinned = asyncio.create_task(ended(router, request(3, [5]), worker=1))
+        await asyncio.sleep(0)
+        assert not router._slots[1].live
+        assert await router.loans.take_back() == [1]
+        assert await router.loans.take_back() == []
+        assert (await pinned)[0] == 1
         assert (await ended(router, request(4, [5]), prefer=1))[0] == 1
         (lost,) = [process for process in router.processes() if process.index == 1]
         lost.kill()
@@ -109,11 +128,94 @@ async def test_the_death_of_a_worker_and_its_replacement_are_told_to_the_supervi
     os.close(writing)
 
 
-async def test_a_released_worker_serves_while_it_is_the_only_one(serve_router: Serve) -> None:
+async def test_requests_wait_while_all_workers_are_lent_and_run_when_one_is_back(
+    serve_router: Serve,
+) -> None:
     async with serve_router("scripted") as router:
-        router.release(0)
-        router.release(1)
-        assert (await ended(router, request(1, [5])))[0] == 0
+        expected = (await ended(router, request(1, [5], max_tokens=9)))[1].token_ids
+        lent = await asyncio.gather(router.loans.lend(0), router.loans.lend(1))
+        assert set(lent) == {2_107_392}
+        assert await router.loans.lend(1) == 0
+        waiting = router.submit(request(1, [5], max_tokens=9))
+        given_up = router.submit(request(2, [5]))
+        router.abort(given_up)
+        assert given_up.whole.finish_reason == tpb.FINISH_REASON_ABORT
+        assert not router._slots[0].live
+        assert not router._slots[1].live
+        assert await router.loans.take_back() == [0, 1]
+        async with asyncio.timeout(DEADLINE_S):
+            async for _ in waiting.chunks():
+                pass
+        assert list(waiting.whole.token_ids) == list(expected)
+
+
+async def test_a_request_that_no_worker_comes_back_for_ends_at_its_deadline(
+    serve_router: Serve,
+) -> None:
+    async with serve_router("scripted", wait_s=0.05) as router:
+        router.loans.release(0)
+        router.loans.release(1)
+        generation = router.submit(request(1, [5]))
+        async with asyncio.timeout(DEADLINE_S):
+            async for _ in generation.chunks():
+                pass
+        assert generation.whole.finish_reason == tpb.FINISH_REASON_ERROR
+        assert generation.whole.error == (
+            "UNAVAILABLE: the engine's slots are lent to a trainer; waited 0.05 s "
+            "(gateway.queue.wait_s)"
+        )
+
+
+SLOW = {
+    "real_time": True,
+    "default_cost_s": 0.02,
+    "costs_s": {},
+    "arms": ["off"],
+    "response_tokens": [200, 200],
+}
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["another serves", "all are lent"])
+async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same_tokens(
+    serve_router: Serve, monkeypatch: pytest.MonkeyPatch, *, others: bool
+) -> None:
+    monkeypatch.setattr(lending, "DRAIN_S", 0.1)
+    async with serve_router("scripted", SLOW) as router:
+        expected = (await ended(router, request(1, [5], max_tokens=60)))[1].token_ids
+        generation = router.submit(request(2, [5], max_tokens=60), prefer=0)
+        generation.request.sampling.seed = 1
+        await anext(generation.chunks())
+        lent = [0] if others else [0, 1]
+        assert min(await asyncio.gather(*map(router.loans.lend, lent))) > 0
+        assert not any(router._slots[index].live for index in lent)
+        if not others:
+            await router.loans.take_back()
+        async with asyncio.timeout(DEADLINE_S):
+            async for _ in generation.chunks():
+                pass
+        assert generation.whole.finish_reason == tpb.FINISH_REASON_LENGTH
+        assert list(generation.whole.token_ids) == list(expected)
+        assert (generation.worker_index, generation.tries) == (1 if others else 0, 1)
+
+
+async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_comes_back(
+    serve_router: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = news_pipe()
+    monkeypatch.setenv(NEWS_VARIABLE, str(writing))
+    async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
+        await router.loans.lend(0)
+        (lost,) = [process for process in router.processes() if process.index == 0]
+        lost.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            assert [(await anext(news))[0], (await anext(news))[0]] == ["impaired", "recovered"]
+        fresh = router._slots[0].process
+        assert fresh is not None
+        refused = pb.WorkerCommand(resume_memory=pb.ResumeMemory(tags=[pb.MEMORY_TAG_KV_CACHE]))
+        await fresh.ask(refused, DEADLINE_S)  # it had been released: else refused
+        assert await router.loans.take_back() == [0]
+        assert (await ended(router, request(4, [5]), worker=0))[0] == 0
+    os.close(writing)
 
 
 async def test_idleness_is_told_by_worker_and_only_after_the_last_token(

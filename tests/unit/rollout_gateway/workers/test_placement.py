@@ -38,13 +38,19 @@ def add(slot: Seat) -> Generation:
     return generation
 
 
+def place(made: list[Seat], prefer: int | None) -> Seat:
+    chosen = choose(made, prefer)
+    assert chosen is not None
+    return chosen
+
+
 def test_without_a_preference_the_least_loaded_gets_the_request() -> None:
-    assert choose(slots(3, 1, 2), None).index == 1
-    assert choose(slots(0, 0), None).index == 0
+    assert place(slots(3, 1, 2), None).index == 1
+    assert place(slots(0, 0), None).index == 0
 
 
 def test_the_next_turn_goes_where_its_cache_is() -> None:
-    assert choose(slots(0, 3, 1), 1).index == 1
+    assert place(slots(0, 3, 1), 1).index == 1
 
 
 @pytest.mark.parametrize("others", [(0,), (5,), (0, 4, 2)])
@@ -52,33 +58,33 @@ def test_a_worker_with_much_more_than_the_others_loses_its_sessions(
     others: tuple[int, ...],
 ) -> None:
     most = int(STICKY_FACTOR * sum(others) / len(others)) + STICKY_SLACK
-    assert choose(slots(most, *others), 0).index == 0
+    assert place(slots(most, *others), 0).index == 0
     moved = choose(slots(most + 1, *others), 0)
     assert len(moved.live) == min(others)
 
 
 def test_a_single_worker_keeps_its_sessions_at_any_load() -> None:
-    assert choose(slots(50), 0).index == 0
+    assert place(slots(50), 0).index == 0
 
 
 def test_a_turn_whose_worker_is_gone_goes_to_another() -> None:
-    assert choose(slots(0, 3, gone=(0,)), 0).index == 1
-    assert choose(slots(0, 3), 7).index == 0
+    assert place(slots(0, 3, gone=(0,)), 0).index == 1
+    assert place(slots(0, 3), 7).index == 0
 
 
 def test_a_released_worker_gets_no_request_while_another_serves() -> None:
-    assert choose(slots(0, 9, released=(0,)), None).index == 1
-    assert choose(slots(0, 9, released=(0,)), 0).index == 1
-    assert choose(slots(0, 9, 9, released=(0,), gone=(1,)), None).index == 2
+    assert place(slots(0, 9, released=(0,)), None).index == 1
+    assert place(slots(0, 9, released=(0,)), 0).index == 1
+    assert place(slots(0, 9, 9, released=(0,), gone=(1,)), None).index == 2
 
 
-def test_a_released_worker_serves_when_no_other_does() -> None:
-    assert choose(slots(2, 0, released=(0,), gone=(1,)), None).index == 0
-    assert choose(slots(2, 1, released=(0, 1)), None).index == 1
+def test_a_released_worker_serves_nobody_even_when_no_other_does() -> None:
+    assert place(slots(2, 0, released=(0,), gone=(1,)), None).index == 1
+    assert choose(slots(2, 1, released=(0, 1)), None) is None
 
 
 def test_requests_wait_at_a_starting_worker_when_none_serves() -> None:
-    assert choose(slots(2, 1, gone=(0, 1)), None).index == 1
+    assert place(slots(2, 1, gone=(0, 1)), None).index == 1
 
 
 @given(
@@ -97,9 +103,13 @@ def test_the_chosen_place_is_always_the_best_kind_there_is(
     )
 
     def rank(slot: Seat) -> tuple[bool, bool]:
-        return (slot.process is None, slot.released)
+        return (slot.released, slot.process is None)
 
     chosen = choose(made, prefer)
+    if chosen is None:
+        assert all(slot.released for slot in made)
+        return
+    assert not chosen.released
     assert rank(chosen) == min(map(rank, made))
     if chosen.index != prefer:
         assert len(chosen.live) == min(

@@ -1,0 +1,38 @@
+"""Requests that wait while every worker that may answer them is lent out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from paceline.errors import Unavailable
+from rollout_gateway.workers.generation import Generation
+
+
+class HeldRequests:
+    """At most `wait_s` seconds each; then they end as unavailable. For use on one event loop."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._held: dict[int, tuple[Generation, asyncio.TimerHandle]] = {}
+
+    def add(self, generation: Generation) -> None:
+        """Keep a request until somebody takes it."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._wait_s, self._late, generation)
+        self._held[generation.request.request_id] = generation, timer
+
+    def take(self, generation: Generation) -> bool:
+        """Whether the request waited here; now it does not."""
+        found = self._held.pop(generation.request.request_id, None)
+        if found is not None:
+            found[1].cancel()
+        return found is not None
+
+    def take_all(self) -> list[Generation]:
+        """All that wait, the oldest first."""
+        return [one for one, _ in list(self._held.values()) if self.take(one)]
+
+    def _late(self, generation: Generation) -> None:
+        self.take(generation)
+        message = f"the engine's slots are lent to a trainer; waited {self._wait_s:g} s"
+        generation.fail(f"{message} (gateway.queue.wait_s)", Unavailable)

@@ -1,0 +1,156 @@
+"""Lends the workers' slots to trainers and takes them back, as the coordinator's leases say.
+
+A worker that is lent out gets no request and has given its memory back. Its requests end first, or
+begin again elsewhere; where all workers are lent they wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from paceline.config import SecurityConfig
+from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, Unavailable
+from paceline.rpc import EpochGuard
+from paceline.telemetry import get_logger, span
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1.trajectory_pb2 import CommandContext
+from rollout_gateway.engines.nouns import Capability
+from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.held import HeldRequests
+from rollout_gateway.workers.placement import Seat
+from rollout_gateway.workers.process import WorkerProcess
+
+DRAIN_S = 5.0
+"""Seconds that the requests of a worker have to end before it is lent out."""
+
+log = get_logger(__name__)
+
+
+class Loans:
+    """Which workers are lent out; requests are the router's."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        held: HeldRequests,
+        deadline_s: float,
+        place: Callable[[Generation], None],
+    ) -> None:
+        """deadline_s: of a worker's answer; place: finds a request its worker."""
+        self._seats = seats
+        self._held = held
+        self._deadline_s = deadline_s
+        self._place = place
+        self.on_return: Callable[[WorkerProcess], Awaitable[None]] | None = None
+        """Awaited when a lent worker comes back: takes its memory and checks what it serves."""
+
+    def release(self, index: int) -> None:
+        """No request goes to the worker any more: to others, or it waits. Idempotent."""
+        seat = self._seats[index]
+        seat.released = True
+        for generation in seat.take_unsent():
+            self._place(generation)
+
+    async def lend(self, index: int) -> int:
+        """Have a worker give its memory back; returns bytes, 0 where it keeps it.
+
+        Its requests get DRAIN_S to end, then they begin again elsewhere, with the same tokens.
+        Raises DeadlineExceeded when they do not stop, and what the worker says.
+        """
+        self.release(index)
+        seat = self._seats[index]
+        if not await _ends_within(seat, DRAIN_S):
+            if seat.process is not None:
+                seat.moving.update(seat.live)  # the router has them begin again
+                asked = pb.AbortRequests(request_ids=sorted(seat.moving))
+                seat.process.send(pb.WorkerCommand(abort=asked))
+            if not await _ends_within(seat, self._deadline_s):
+                raise DeadlineExceeded(
+                    f"requests of engine worker {index} do not stop", seen=f"{self._deadline_s:g} s"
+                )
+        if seat.lent:
+            return 0
+        seat.lent = True
+        try:
+            return await self.free(seat.process) if seat.process is not None else 0
+        except Unavailable:
+            return 0  # lost; the next one gives its memory back before it serves
+
+    async def free(self, process: WorkerProcess) -> int:
+        """Have a process give its memory back; bytes."""
+        if Capability.RELEASE_MEMORY not in process.ready.capabilities:
+            return 0
+        command = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
+        return (await process.ask(command, self._deadline_s)).done.released_bytes
+
+    async def take_back(self) -> list[int]:
+        """All released workers have their memory and get requests again; returns which they were.
+
+        One that cannot is replaced.
+        """
+        back = [seat for seat in self._seats if seat.released]
+        await asyncio.gather(*(self._return(seat) for seat in back))
+        for seat in back:
+            seat.released = False
+        for generation in self._held.take_all():
+            self._place(generation)
+        return [seat.index for seat in back]
+
+    async def _return(self, seat: Seat) -> None:
+        lent, seat.lent = seat.lent, False
+        process = seat.process
+        if not lent or process is None or self.on_return is None:
+            return
+        try:
+            await self.on_return(process)
+        except PacelineError as error:
+            log.error("a lent worker does not come back; it is replaced", error=str(error))
+            process.kill()
+            # Nothing is sent to it any more; its keeper starts another.
+            await asyncio.shield(process.lost)
+
+
+async def _ends_within(seat: Seat, seconds: float) -> bool:
+    """Whether all requests of a worker have ended in time."""
+    try:
+        await asyncio.wait_for(seat.idle_for(0), seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+class Lending:
+    """One lease after the other: what an older one still asks for is refused."""
+
+    def __init__(self, loans: Loans, workers: int, security: SecurityConfig) -> None:
+        self._loans = loans
+        self._workers = workers
+        # Of its own: a push under the lease before stays welcome.
+        self._guard = EpochGuard(security)
+        self._turn = asyncio.Lock()
+
+    async def release(self, context: CommandContext, workers: Iterable[int]) -> dict[int, int]:
+        """Bytes that each of the workers has given back, under a new lease of its slots.
+
+        Raises StaleEpoch, InvalidInput for a worker that is not there, and what Loans.lend does.
+        """
+        wanted = sorted(set(workers))
+        if unknown := [index for index in wanted if index >= self._workers]:
+            allowed = f"0..{self._workers - 1}"
+            raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
+        async with self._turn:
+            self._guard.check(context)
+            with span("workers.release", workers=wanted, epoch=context.epoch) as current:
+                freed = await asyncio.gather(*(self._loans.lend(index) for index in wanted))
+                current.set_attribute("released_bytes", sum(freed))
+        return dict(zip(wanted, freed, strict=True))
+
+    async def resume(self, context: CommandContext) -> list[int]:
+        """The workers that had been lent out and serve again. Raises StaleEpoch."""
+        async with self._turn:
+            self._guard.check(context)
+            with span("workers.resume", epoch=context.epoch) as current:
+                back = await self._loans.take_back()
+                current.set_attribute("workers", back)
+        return back
