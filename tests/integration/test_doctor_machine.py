@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,14 @@ def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
 def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -> None:
     (open_to_all := tmp_path / f"paceline-{os.getuid()}").mkdir()
     open_to_all.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        # Short: the socket of a Redis in a long path would lie in the user's directory.
+        tempfile.TemporaryDirectory() as runs,
+    ):
         port = taken.getsockname()[1]
         code, found, err = doctor(
-            tmp_path,
+            Path(runs),
             f"addresses.gateway=127.0.0.1:{port}",
             "redis.features_url=redis://:secret@127.0.0.1:1/0",
             "gateway.rewards.sandbox.isolation=limits",

@@ -160,7 +160,7 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
     await world.start(**ENDLESS)
     assert (await world.status()).total_steps == status.total_steps
     saved = await world.call(
-        "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(8))
+        "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(9))
     )
     assert saved.total_steps == status.total_steps
     EagleNet.read(Path(saved.path), read_config(POLICY))
