@@ -58,6 +58,7 @@ class DrafterDriver:
                 config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",
                 config=config,
+                heartbeat_s=config.run.heartbeat_s,
             ),
             m.MESSAGES,
             service="drafter_trainer",

@@ -41,6 +41,7 @@ class PolicyDriver:
                 threads_per_rank=config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",
                 config=config,
+                heartbeat_s=config.run.heartbeat_s,
                 preload=["transformers.models.auto.modeling_auto", "transformers.modeling_utils"],
             ),
             MESSAGES,

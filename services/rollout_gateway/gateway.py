@@ -86,6 +86,7 @@ class Gateway:
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
+            config.run.heartbeat_s,
         )
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)

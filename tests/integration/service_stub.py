@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from paceline.config import SecurityConfig
+from paceline.local.heartbeat import answer_beats
 from paceline.local.news import VARIABLE, tell_supervisor
 from paceline.local.processes import child_environment, die_with_parent
 from paceline.rpc import Server
@@ -48,7 +49,10 @@ def main() -> int:
     parser.add_argument("--grandchild", type=Path)
     parser.add_argument("--starts", type=Path)
     parser.add_argument("--part-dies", action="store_true")
+    parser.add_argument("--answers", action="store_true")
     words = parser.parse_args()
+    if words.answers:
+        answer_beats()
     if words.grandchild:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         words.grandchild.write_text(str(child.pid))

@@ -17,10 +17,12 @@ import pytest
 from listening import beyond_loopback, open_doors
 
 from paceline.errors import DeadlineExceeded
+from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 
+BEAT_S = LIMIT_S / 6
 IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])
 
 
@@ -88,6 +90,33 @@ async def test_a_killed_rank_is_noticed_within_a_second(ranks: RankGroup) -> Non
     assert time.monotonic() - began < 1.0
     with pytest.raises(RankLost):
         await ranks.send(b"x")
+
+
+async def test_a_stopped_rank_is_killed_within_the_limit_and_a_beat_and_named(
+    ranks: RankGroup,
+) -> None:
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1 .*killed by SIGKILL, silent for 3 s"):
+        await ranks.receive(patient(30.0))
+    assert time.monotonic() - began < LIMIT_S + patient(BEAT_S) + 1.0
+    await ranks.end_ranks(0.0)
+    await ranks.start(patient(20.0))
+    await ranks.send(b"again")
+    assert (await ranks.receive(patient(10.0)))[1] == b"again"
+
+
+async def test_a_rank_stopped_together_with_the_process_that_forked_it_is_replaced(
+    ranks: RankGroup,
+) -> None:
+    forker = psutil.Process(ranks.pids[0]).ppid()
+    for pid in (forker, *ranks.pids):
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankLost, match="silent for 3 s"):
+        await ranks.receive(patient(30.0))
+    await asyncio.wait_for(ranks.end_ranks(0.0), patient(10.0))
+    await ranks.start(patient(20.0))
+    assert psutil.Process(ranks.pids[0]).ppid() != forker
 
 
 async def test_news_of_a_rank_that_is_ready_before_the_others_is_not_lost(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from paceline.config import SecurityConfig
 from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
+from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED
@@ -128,6 +129,26 @@ async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -
         await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
         assert events.kinds("one") == ["started", "healthy", "died", "restarted", "healthy"]
         assert supervisor.pids["one"] != before["one"]
+        assert supervisor.pids["two"] == before["two"]
+
+
+async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None:
+    events = Events()
+    async with Supervisor(
+        [_launch("one", "--answers"), _launch("two", "--answers")],
+        tmp_path,
+        on_event=events.hear,
+        policy=QUICK,
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        before = supervisor.pids
+        os.kill(before["one"], signal.SIGSTOP)
+        began = time.monotonic()
+        await events.until(lambda heard: "died" in heard.kinds("one"))
+        assert time.monotonic() - began < LIMIT_S + patient(LIMIT_S / 6) + 1.0
+        (died,) = [event for event in events if event.kind == "died"]
+        assert died.detail.startswith("was killed by SIGKILL, silent for 3 s; log ")
+        await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
         assert supervisor.pids["two"] == before["two"]
 
 

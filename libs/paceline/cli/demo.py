@@ -80,7 +80,9 @@ async def _play(
         view.event(event)
 
     launches = run_launches(config, [files.config], [])
-    supervisor = Supervisor(launches, files.directory, on_event=on_event)
+    supervisor = Supervisor(
+        launches, files.directory, on_event=on_event, heartbeat_s=config.run.heartbeat_s
+    )
     following: list[asyncio.Task[None]] = []
 
     async def started() -> None:

@@ -56,7 +56,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
 
     run_dir = Path(config.run.dir)
     launches = run_launches(config, [path.absolute() for path in files], overrides)
-    supervisor = Supervisor(launches, run_dir, on_event=show)
+    supervisor = Supervisor(launches, run_dir, on_event=show, heartbeat_s=config.run.heartbeat_s)
     with owned(run_dir, SUPERVISOR):
         use_run_tokens(config)
         try:

@@ -26,6 +26,10 @@ class RunConfig(Config):
     """Directory of the run's files."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed from which all request seeds follow."""
+    heartbeat_s: float = Field(default=3.0, ge=0)
+    """Seconds of silence after which a stopped process is killed and replaced: services by their
+    supervisor, ranks and engine workers by their service. 0: never, for debuggers.
+    """
 
 
 class RedisConfig(Config):

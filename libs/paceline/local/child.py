@@ -15,6 +15,7 @@ from typing import Literal
 from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
 from paceline.local import news
 from paceline.local.disk import lack_of_room
+from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.processes import (
     EXIT_CONFIG,
     EXIT_FULL,
@@ -83,8 +84,11 @@ class Child:
         on_event: Callable[[ChildEvent], None],
         health_s: float,
         needs: Sequence[Child] = (),
+        heartbeat_s: float = LIMIT_S,
     ) -> None:
-        """`needs`: those without which it cannot work; it starts when all of them are healthy."""
+        """`needs`: those without which it cannot work; it starts when all of them are healthy.
+        `heartbeat_s`: seconds of silence after which it is killed; 0: never.
+        """
         self.launch = launch
         self.log = logs / f"{launch.name}.log"
         self.is_healthy = asyncio.Event()
@@ -93,6 +97,8 @@ class Child:
         self._health_s = health_s
         self.needs = needs
         self._was_healthy = False
+        self._heartbeat_s = heartbeat_s
+        self._heartbeat = Heartbeat(0)
         self._process: asyncio.subprocess.Process | None = None
         self._log_begins = 0  # byte of the log where the process that runs began
         self._crashes: deque[float] = deque()
@@ -136,7 +142,8 @@ class Child:
                 self._tell("finished")
                 return
             self.is_healthy.clear()
-            self._tell("died", last_words(code, self.log, self._log_begins))
+            verdict = self._heartbeat.verdict
+            self._tell("died", last_words(code, self.log, self._log_begins, verdict))
             await self._pause_before_restart(code)
             first = False
 
@@ -164,6 +171,7 @@ class Child:
         """Returns the pipe to hear it by."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = news.news_pipe()
+        self._heartbeat = Heartbeat(self._heartbeat_s)
         with self.log.open("ab") as log, os.fdopen(writing, "wb"):
             self._log_begins = log.tell()
             # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group
@@ -175,7 +183,13 @@ class Child:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=(writing,),
-                env=child_environment({**self.launch.environment, news.VARIABLE: str(writing)}),
+                env=child_environment(
+                    {
+                        **self.launch.environment,
+                        **self._heartbeat.environment,
+                        news.VARIABLE: str(writing),
+                    }
+                ),
             )
         self._tell(kind)
         return reading
@@ -191,7 +205,7 @@ class Child:
         What the process started ends with it.
         """
         process = self._running
-        ending = asyncio.create_task(process.wait())
+        ending = asyncio.create_task(self._heartbeat.outlived(process))
         health = asyncio.create_task(self._become_healthy())
         hearing = asyncio.create_task(self._hear(news_pipe))
         try:

@@ -17,6 +17,7 @@ from rich.console import Console
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
+from paceline.local.heartbeat import answer_beats
 from paceline.local.owner import owned
 from paceline.local.ports import require_free
 from paceline.local.processes import (
@@ -53,6 +54,7 @@ def run_service(
     Paceline, printed as one line on stderr.
     """
     die_with_parent()
+    answer_beats()
     keep_files_private()
     try:
         code = _run(name, config_class, serve, _arguments(name).parse_intermixed_args(argv))

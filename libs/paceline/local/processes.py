@@ -19,6 +19,9 @@ from paceline.local import news
 PARENT_VARIABLE = "PACELINE_PARENT_PID"
 """Set by whoever starts a child; the child ends when that process is gone."""
 
+HEARTBEAT_VARIABLE = "PACELINE_HEARTBEAT"
+"""Where a child answers beats (heartbeat.py); "" where nobody looks."""
+
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
 """Environment under which torch's ranks of one host listen on no other interface."""
@@ -85,8 +88,9 @@ def stopped(pids: Iterable[int]) -> str:
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Environment of a child that is to die with this process."""
-    # The pipe for news is not inherited, so its number may be another file there.
-    own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: ""}
+    # The pipe for news is not inherited, so its number may be another file there; beats are asked
+    # of this process.
+    own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: "", HEARTBEAT_VARIABLE: ""}
     return {**os.environ, **own, **(extra or {})}
 
 
@@ -112,9 +116,9 @@ def last_lines(path: Path, count: int = 15, since: int = 0) -> str:
     return "\n".join(_NOT_SHOWN.sub("", end).rstrip().split("\n")[-count:])
 
 
-def last_words(code: int, path: Path, since: int = 0) -> str:
+def last_words(code: int, path: Path, since: int = 0, verdict: str = "") -> str:
     """How a process ended, the last error line it printed from byte `since` of its log on, and
-    that log: one line.
+    that log: one line. `verdict`: of its heartbeat.
     """
     lines = last_lines(path, since=since).split("\n")
     if code in _CRASHES:  # a stack may follow the error
@@ -122,7 +126,7 @@ def last_words(code: int, path: Path, since: int = 0) -> str:
     elif code < 0:  # what is killed from outside has not said why
         lines = []
     said = f": {lines[-1].strip()}" if lines and lines[-1] else ""
-    return f"{describe_exit(code)}{said}; log {path}"
+    return f"{describe_exit(code)}{verdict}{said}; log {path}"
 
 
 def describe_exit(code: int) -> str:

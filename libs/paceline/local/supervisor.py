@@ -16,6 +16,7 @@ from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
 from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy
 from paceline.local.foreign_redis import check_durable
+from paceline.local.heartbeat import LIMIT_S
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec
@@ -39,6 +40,7 @@ class Supervisor:
         on_event: Callable[[ChildEvent], None] = _ignore,
         policy: RestartPolicy | None = None,
         health_s: float = 120.0,
+        heartbeat_s: float = LIMIT_S,
     ) -> None:
         made = policy or RestartPolicy()
         self._children: dict[str, Child] = {}
@@ -46,7 +48,7 @@ class Supervisor:
             direct = [self._children[name] for name in launch.depends_on]
             needs = dict.fromkeys([*direct, *(far for near in direct for far in near.needs)])
             self._children[launch.name] = Child(
-                launch, run_dir / "logs", made, on_event, health_s, tuple(needs)
+                launch, run_dir / "logs", made, on_event, health_s, tuple(needs), heartbeat_s
             )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 

@@ -22,6 +22,7 @@ import zmq.asyncio
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.forking import Forked, Forker
+from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
 from paceline.local.process_directory import process_directory
 from paceline.local.processes import LOOPBACK_ONLY, die_with_parent, last_lines, last_words
 from paceline.training import STORE_VARIABLE
@@ -54,13 +55,15 @@ class RankGroup:
         env: Mapping[str, str] | None = None,
         config: Config | None = None,
         preload: Sequence[str] = (),
+        heartbeat_s: float = LIMIT_S,
     ) -> None:
         """`config`: what the ranks read with RankLink.config; `preload`: modules that `module`
-        imports late.
+        imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never.
         """
         self._module = module
         self._world_size = world_size
         self._log_dir = log_dir
+        self._heartbeat_s = heartbeat_s
         own = {"OMP_NUM_THREADS": str(threads_per_rank)}
         if config is not None:
             own[CONFIG_VARIABLE] = config.model_dump_json()
@@ -134,6 +137,8 @@ class RankGroup:
             await asyncio.wait(self._watches, timeout=grace_s)
         self.kill()
         await asyncio.gather(*self._watches)
+        if any(process.returncode is None for process in self._processes):
+            await self._forker.close()  # it is stopped too: it has not told of a rank's end
         self._processes, self._watches, self._lost = [], [], None
         self._early.clear()
         if self._socket is not None and self._context is not None:
@@ -176,7 +181,9 @@ class RankGroup:
 
     async def _spawn(self, rank: int, deadline_s: float) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        heartbeat = Heartbeat(self._heartbeat_s)
         environment = {
+            **heartbeat.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._world_size),
@@ -187,20 +194,25 @@ class RankGroup:
         }
         log = self._log(rank)
         began = log.stat().st_size if log.exists() else 0
-        process = await self._forker.fork(environment, log, deadline_s)
+        try:
+            process = await self._forker.fork(environment, log, deadline_s)
+        except BaseException:
+            heartbeat.close()
+            raise
         self._processes.append(process)
-        self._watches.append(asyncio.create_task(self._watch(rank, process, began)))
+        self._watches.append(asyncio.create_task(self._watch(rank, process, began, heartbeat)))
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self._module}-rank{rank}.log"
 
-    async def _watch(self, rank: int, process: Forked, began: int) -> None:
-        code = await process.wait()
+    async def _watch(self, rank: int, process: Forked, began: int, heartbeat: Heartbeat) -> None:
+        code = await heartbeat.outlived(process)
         if self._lost is not None and not self._lost.done():
             log = self._log(rank)
             self._lost.set_result(
                 RankLost(
-                    f"rank {rank} of {self._module} {last_words(code, log, began)}\n"
+                    f"rank {rank} of {self._module} "
+                    f"{last_words(code, log, began, heartbeat.verdict)}\n"
                     f"{last_lines(log, since=began)}"
                 )
             )
@@ -264,6 +276,7 @@ class RankLink:
                 "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
             )
         die_with_parent()
+        answer_beats()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 

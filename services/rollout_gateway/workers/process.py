@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.processes import child_environment, describe_exit
 from paceline.messages import versions_from_proto
 from paceline.trajectory import VersionSet
@@ -33,7 +34,12 @@ class WorkerProcess:
     """One life of one worker. Not reused: a restart makes another."""
 
     def __init__(
-        self, spec: WorkerSpec, ring: RowRing | None, directory: Path, on_tokens: OnTokens
+        self,
+        spec: WorkerSpec,
+        ring: RowRing | None,
+        directory: Path,
+        on_tokens: OnTokens,
+        heartbeat_s: float = LIMIT_S,
     ) -> None:
         self.index = spec.worker_index
         self.ready = pb.WorkerReady()
@@ -44,6 +50,7 @@ class WorkerProcess:
         self._ring = ring
         self._directory = directory
         self._on_tokens = on_tokens
+        self._heartbeat = Heartbeat(heartbeat_s)
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
@@ -74,7 +81,7 @@ class WorkerProcess:
         self._socket.bind(address)
         threads = str(self._spec.threads)
         environment = {
-            **child_environment(),
+            **child_environment(self._heartbeat.environment),
             SPEC_VARIABLE: str(spec_path),
             SOCKET_VARIABLE: address,
             "OMP_NUM_THREADS": threads,
@@ -148,6 +155,7 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Shutdown, then kill after STOP_GRACE_S; frees socket and ring."""
         if self._process is not None and not self.lost.done():
+            self._heartbeat.expect_end()
             self.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
             await asyncio.wait((self.lost,), timeout=STOP_GRACE_S)
         await self.close()
@@ -158,6 +166,7 @@ class WorkerProcess:
         if self._process is not None:
             await self._process.wait()
         await cancel(*self._tasks)
+        self._heartbeat.close()
         self._socket.close()
         if self._ring is not None:
             self._ring.seal()
@@ -188,8 +197,8 @@ class WorkerProcess:
                 answer.set_result(event)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
+        code = await self._heartbeat.outlived(process)
         for _ in range(LAST_WORDS):  # what it said before it ended is read first
             if not await self._socket.poll(LAST_WORDS_MS):
                 break
-        self.lost.set_result(describe_exit(code))
+        self.lost.set_result(describe_exit(code) + self._heartbeat.verdict)

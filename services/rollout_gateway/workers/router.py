@@ -18,6 +18,7 @@ from typing import Any
 import zmq.asyncio
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
+from paceline.local.heartbeat import LIMIT_S
 from paceline.local.news import tell_supervisor
 from paceline.local.process_directory import process_directory
 from paceline.telemetry import get_logger
@@ -73,6 +74,7 @@ class Router:
         on_rows: Callable[[RowArray], None],
         on_discard: Callable[[int], None],
         wait_s: float,
+        heartbeat_s: float = LIMIT_S,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent out."""
         self._config = config
@@ -80,6 +82,7 @@ class Router:
         self._rows = rows
         self._on_rows = on_rows
         self._on_discard = on_discard
+        self._heartbeat_s = heartbeat_s
         self._slots = [Seat(index) for index in range(count)]
         self._keepers: list[asyncio.Task[None]] = []
         self._flushing = False
@@ -282,7 +285,11 @@ class Router:
             engine=self._settings,
         )
         process = WorkerProcess(
-            spec, ring, self._directory, lambda tokens, rows: self._on_tokens(slot, tokens, rows)
+            spec,
+            ring,
+            self._directory,
+            lambda tokens, rows: self._on_tokens(slot, tokens, rows),
+            self._heartbeat_s,
         )
         try:
             await process.start(self._context, self._config.ready_deadline_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from paceline.local.heartbeat import LIMIT_S
 from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
@@ -125,6 +127,31 @@ async def test_the_death_of_a_worker_and_its_replacement_are_told_to_the_supervi
             kind, what = await anext(news)
         assert (kind, what.partition(" after ")[0]) == ("recovered", "engine worker 1")
         assert [process.index for process in router.processes()] == [0, 1]
+    os.close(writing)
+
+
+async def test_requests_of_a_stopped_worker_are_answered_by_another_one(
+    serve_router: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = news_pipe()
+    monkeypatch.setenv(NEWS_VARIABLE, str(writing))
+    async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
+        alone = await ended(router, request(1, [5], max_tokens=40), worker=0)
+        (stopped,) = [process for process in router.processes() if process.index == 1]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        under_way = asyncio.create_task(ended(router, request(1, [5], max_tokens=40), prefer=1))
+        kind, what = await asyncio.wait_for(anext(news), patient(DEADLINE_S))
+        assert time.monotonic() - began < LIMIT_S + patient(LIMIT_S / 6) + 1.0
+        assert (kind, what) == (
+            "impaired",
+            "engine worker 1 was killed by SIGKILL, silent for 3 s",
+        )
+        assert (await under_way)[1].token_ids == alone[1].token_ids
+        async with asyncio.timeout(DEADLINE_S):
+            kind, what = await anext(news)
+        assert (kind, what.partition(" after ")[0]) == ("recovered", "engine worker 1")
+        assert (await ended(router, request(3, [5]), worker=1))[0] == 1
     os.close(writing)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from paceline.errors import ConfigError, PacelineError
+from paceline.local.heartbeat import answer_beats
 from paceline.local.ports import free_ports
 from paceline.local.process_directory import process_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY
@@ -237,6 +238,7 @@ def main() -> int:
     spec = SGLangSpec.model_validate(worker.engine)
     if not restarted(spec):
         return 1  # never reached: the process has been replaced
+    answer_beats()
     with tempfile.TemporaryDirectory(prefix="sglang-", dir=process_directory()) as folder:
         try:
             launch(worker, Path(folder))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.local.heartbeat import answer_beats
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
@@ -93,6 +94,7 @@ class Plugin:
         parallel = get_parallel()
         self.scheduler, self.rank = scheduler, parallel.tp_rank
         self.tp_group = parallel.tp_group if parallel.tp_size > 1 else None
+        answer_beats()
         if self.rank == 0 and self.worker.ring_path:
             self.ring = RowRing.attach(Path(self.worker.ring_path))
         self.weights = PluginWeights(self.spec)
