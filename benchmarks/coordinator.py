@@ -22,6 +22,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES
 from benchmarks.options import above_zero, counts
 from benchmarks.processes import BenchChild, child, redis_server
 from benchmarks.result import BenchResult, Goal, Row, at_least, say
@@ -217,7 +218,8 @@ async def _bench(stack: AsyncExitStack, slots: int) -> Bench:
         await bench.publish(fact)
 
     journal = Journal(client, run_id)  # type: ignore[arg-type]  # a client with a watch
-    bench = Bench(Transitions(run_id, 8 * slots, 0.3, journal, publish), client, run_id, facts)
+    transitions = Transitions(run_id, 8 * slots, 0.3, SNAPSHOT_ENTRIES, journal, publish)
+    bench = Bench(transitions, client, run_id, facts)
     return bench
 
 

@@ -1,5 +1,6 @@
 """Measures what a long run leaves in the durable Redis: simulated sessions go through ledger and
-stream, checkpoint by checkpoint, into a server that is durable as a run's is.
+stream, and a coordinator's events into its journal, checkpoint by checkpoint, in a server that is
+durable as a run's is. Then times the replay.
 
 Nothing is generated and nothing trained. The server's own figure of its memory counts.
 """
@@ -14,10 +15,12 @@ from dataclasses import replace
 
 import redis.asyncio
 
+from benchmarks.growth_coordinator import JournaledRun, replayed
 from benchmarks.options import above_zero
 from benchmarks.processes import redis_server
 from benchmarks.result import BenchResult, Row, say
 from paceline.streams import Ledger, RedisStream, connect, encode_trajectory, run_key
+from paceline.telemetry.log import configure_log
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 from policy_trainer.batches.batcher import CONSUMER, GROUP
 from policy_trainer.config import PolicyTrainerConfig
@@ -42,25 +45,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Durable memory ten times on the way."""
+    """Durable memory ten times on the way, then the replay."""
+    configure_log("bench", "warning", True)
     rows: list[Row] = []
     every = max(1, options.steps // LOOKS)
+    steps = options.steps
     async with AsyncExitStack() as stack:
         url, _ = await redis_server(stack, "durable")
         client = await stack.enter_async_context(connect(url))
         started = time.monotonic()
-        async for step in simulate(client, "bench", options.steps, options.sessions):
+        course = JournaledRun(client, "bench", steps)
+        async for step in simulate(client, "bench", steps, options.sessions, course):
             if (step + 1) % every == 0:
                 rows.append(await _look(client, step + 1, time.monotonic() - started))
                 say(str(rows[-1]))
-    return BenchResult(f"{options.steps} steps of {options.sessions} sessions", rows, [])
+        quick_s = await replayed(client, "bench", course)
+        await client.delete(run_key("bench", "journal:snapshot"))
+        whole_s = await replayed(client, "bench", course)
+    section = "replay by a coordinator"
+    rows.append({"section": section, "from": "newest snapshot", "seconds": quick_s})
+    rows.append({"section": section, "from": "first entry", "seconds": whole_s})
+    return BenchResult(f"{steps} steps of {options.sessions} sessions", rows, [])
 
 
 async def simulate(
-    client: redis.asyncio.Redis, run_id: str, steps: int, sessions: int
+    client: redis.asyncio.Redis, run_id: str, steps: int, sessions: int, course: JournaledRun
 ) -> AsyncIterator[int]:
-    """A run as the gateway writes it and the policy trainer takes it, with the trainer's default
-    intervals; yields the number of each step that is over.
+    """A run as gateway and coordinator write it and the policy trainer takes it, with the trainer's
+    default intervals; yields the number of each step that is over.
     """
     defaults = PolicyTrainerConfig()
     interval = defaults.checkpoint_interval_steps
@@ -75,6 +87,7 @@ async def simulate(
             ids = await deliver(keys=[stream.name], args=[GROUP, CONSUMER, sessions])
             await ledger.mark_trained(branches, step)
             waiting.append([one.decode() for one in ids])
+            await course.step(sessions)
             if (step + 1) % interval == 0:
                 for done in waiting[:-interval]:
                     await stream.ack(GROUP, done, delete=True)
@@ -126,6 +139,7 @@ async def _look(client: redis.asyncio.Redis, steps: int, wall_s: float) -> Row:
     count = await Ledger(client, "bench").count()
     count_s = time.monotonic() - started
     info = await client.info("memory")
+    journal = await client.memory_usage(run_key("bench", "journal"), samples=0)
     disk = await client.info("persistence")
     return {
         "steps": steps,
@@ -133,6 +147,7 @@ async def _look(client: redis.asyncio.Redis, steps: int, wall_s: float) -> Row:
         "trained": count.trained,
         "lost": count.lost,
         "Redis MB": info["used_memory"] / 1e6,
+        "journal MB": (journal or 0) / 1e6,
         "its file MB": disk["aof_current_size"] / 1e6,
         "count ms": 1000 * count_s,
         "wall s": wall_s,

@@ -2,7 +2,7 @@
 
 A `TaggedJson` carries several classes, each under its name: `{"type": "Preempt", "epoch": 3}`.
 Fields are bool, int, float, str, None, literals, enums (by value), dataclasses (as plain objects),
-lists, tuples, mappings with string keys, and unions of these.
+lists, tuples, frozen sets, mappings with string keys, and unions of these.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
+    if isinstance(value, frozenset):
+        return sorted(_plain(one) for one in value)
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     return value
@@ -125,7 +127,7 @@ def _reader(hint: Any) -> _Reader:
     if isinstance(hint, type) and is_dataclass(hint):
         _readers(hint)
         return partial(from_object, hint)
-    if origin is list or (origin is tuple and arguments[1:] == (...,)):
+    if origin in (list, frozenset) or (origin is tuple and arguments[1:] == (...,)):
         return partial(_items, origin, _reader(arguments[0]))
     if origin is Literal:
         return partial(_choice, arguments)

@@ -106,6 +106,10 @@ class CoordinatorConfig(ServiceConfig):
     """Optimiser steps of one activation at most; 0 for no limit."""
     activation_deadline_s: float = Field(default=30.0, gt=0)
     """Seconds until the drafter must train after its lease."""
+    snapshot_entries: int = Field(default=1000, ge=1)
+    """Journal entries after which the end of a step writes a snapshot: a restarted coordinator
+    replays what follows it.
+    """
     preempt_deadline_s: float = Field(default=2.0, gt=0)
     """Seconds until the drafter must have given its slots back."""
     step_deadline_s: float = Field(default=900.0, gt=0)

@@ -48,8 +48,14 @@ class Runner:
         self._last_s = 0.0
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         source = TaskSource(config)
-        samples, drop = source.samples_per_step, config.rollback_drop
-        self.transitions = Transitions(config.run.id, samples, drop, journal, publish)
+        self.transitions = Transitions(
+            config.run.id,
+            source.samples_per_step,
+            config.rollback_drop,
+            config.snapshot_entries,
+            journal,
+            publish,
+        )
         emit = self._queue.put_nowait
         self._calls = Calls(config, peers, source, self.transitions.groups, emit, self.now)
         self._executor = Executor(self._calls, emit)
@@ -123,14 +129,11 @@ class Runner:
     # --- begin ------------------------------------------------------------------------------------
 
     async def _replay(self) -> None:
-        traceparent = ""
-        async for event in self.transitions.replay():
-            self._last_s = max(self._last_s, event.at_s)
-            if isinstance(event, events.StepBegan):
-                traceparent = event.traceparent
+        await self.transitions.replay()
+        self._last_s = max(self._last_s, self.transitions.at_s)
         state = self.transitions.state
         if state.phase in IN_STEP or state.failed_phase:
-            self._span.take_up(traceparent)
+            self._span.take_up(self.transitions.traceparent)
 
     async def _begin(self) -> None:
         state = self.transitions.state

@@ -17,7 +17,7 @@ class AcceptanceWatch:
     def __init__(self, drop: float) -> None:
         """`drop`: tokens of acceptance length that may be lost; 0 switches the watch off."""
         self._drop = drop
-        self._last: tuple[int, float] | None = None  # drafter version, its newest length
+        self.last: tuple[int, float] | None = None  # drafter version, its newest length
 
     def observe(self, before: State, event: Event) -> dict[str, float] | None:
         """Takes one transition in; a fall's figures, once per change of drafter, else None."""
@@ -36,7 +36,7 @@ class AcceptanceWatch:
         if not rounds:
             return None
         now = tokens / rounds
-        last, self._last = self._last, (drafter_version, now)
+        last, self.last = self.last, (drafter_version, now)
         if last is None or last[0] == drafter_version:
             return None
         fell = self._drop > 0 and last[1] - now > self._drop

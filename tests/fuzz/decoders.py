@@ -14,6 +14,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from coordinator.journal.entry import JournalEntry
+from coordinator.journal.records import Carried
+from coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
+from coordinator.machine.state import State
 from paceline import events
 from paceline.client.answers import (
     ChatAnswer,
@@ -353,6 +356,7 @@ REQUEST = epb.EngineRequest(
     sampling=tpb.SamplingParams(temperature=1.0, max_tokens=4, stop=["a"], json_schema="{}"),
 )
 FACT = cpb.Fact(sequence=1, step_began=cpb.StepBegan(samples=2))
+SNAPSHOT = Snapshot(9, 1.0, "00-a-b-01", State(step=1), Carried(pulls={"off": 3}), (0, 1.5))
 MANIFEST = build_manifest(epb.WEIGHT_TARGET_POLICY, 1, [TENSOR])
 
 DECODERS: dict[str, Decoder] = {
@@ -373,6 +377,7 @@ DECODERS: dict[str, Decoder] = {
         MESSAGES.decode,
     ),
     "journal entries": Decoder((lines(JOURNAL),), lambda raw: JournalEntry.from_json(as_json(raw))),
+    "journal snapshots": Decoder((pack_snapshot(SNAPSHOT),), unpack_snapshot),
     "engine requests": Decoder(
         (REQUEST.SerializeToString(),),
         message(

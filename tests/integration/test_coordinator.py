@@ -448,9 +448,12 @@ async def test_epochs_only_grow_for_each_receiver(redis_url: str, tmp_path: Path
         assert epochs == sorted(set(epochs))
 
 
-async def test_a_killed_coordinator_takes_its_run_up_again(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snapshot_entries", [1, 1000])
+async def test_a_killed_coordinator_takes_its_run_up_again(
+    redis_url: str, tmp_path: Path, snapshot_entries: int
+) -> None:
     async with running_peers(script := Script(hold_step=1)) as peers:
-        words = overrides(peers, redis_url, tmp_path)
+        words = overrides(peers, redis_url, tmp_path, snapshot_entries=snapshot_entries)
         first = await _process(words)
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         first.send_signal(signal.SIGKILL)
@@ -514,12 +517,13 @@ async def test_open_traffic_trains_the_groups_that_agents_bring(
     assert len(records_of(entries)) == 2
 
 
+@pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, snapshot_entries: int
 ) -> None:
     script = Script(hold_policy_step=1, unscored=frozenset({(1, 0)}))
     async with running_peers(script) as peers:
-        words = overrides(peers, redis_url, tmp_path)
+        words = overrides(peers, redis_url, tmp_path, snapshot_entries=snapshot_entries)
         first = await _process(words)
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         first.send_signal(signal.SIGKILL)

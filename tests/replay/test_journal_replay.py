@@ -117,6 +117,85 @@ async def test_a_replayed_journal_waits_for_the_same_groups(
     assert list(groups.of(command.step).items()) == [("s0.t1", 7), ("s0.t0", 0)]
 
 
+def two_steps() -> list[Event]:
+    """EVENTS to the end of a second step, and the evaluation after it."""
+    happened = EVENTS[:-1]
+    for answer in (
+        lambda state: events.TasksFinished(
+            11.0, state.phase_epoch, {**ROLLOUT, "pulls": {"off": 7}}
+        ),
+        lambda state: events.PolicyPrepared(12.0, state.phase_epoch, 2),
+        lambda state: events.Committed(13.0, state.committing),
+        lambda state: events.EvaluationDone(14.0, state.phase_epoch, Evaluation.PROBE, 3.3),
+    ):
+        happened = [*happened, answer(played(happened)[0])]
+    return happened
+
+
+async def test_a_replay_behind_a_snapshot_comes_to_where_that_of_all_entries_comes(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    happened = two_steps()
+    journal, behind = Journal(redis_client, run_id), []
+    for end in range(1, len(happened) + 1):
+        state, records, entries = played(happened[:end])
+        await journal.append(entries[-1])
+        if state.step > entries[-1].body.step:
+            await journal.save(state, records, f"trace-{end}", happened[end - 1].at_s, (1, 2.5))
+
+        again = Journal(redis_client, run_id)
+        newest = await again.newest()
+        if newest is None:
+            continue
+        snapshot, finished = newest
+        replayed, told = snapshot.state, StepRecords(finished, snapshot.records)
+        async for entry in again.entries():
+            before, replayed = replayed, step(replayed, entry.event)[0]
+            told.observe(before, entry.event, replayed)
+        assert (replayed, told.finished) == (state, records.finished)
+        assert told.carried() == records.carried()
+        assert (snapshot.traceparent, snapshot.at_s, snapshot.watched) == (
+            f"trace-{snapshot.entries}",
+            happened[snapshot.entries - 1].at_s,
+            (1, 2.5),
+        )
+        behind.append(again.since_snapshot)
+    assert behind == [0, 1, 2, 3, 0, 1]
+    assert [dict(one.arm_rounds) for one in told.finished] == [{"off": 2}, {"off": 4}]
+    assert dict(told.finished[1].evaluations) == {"accept_length_probe": 3.3}
+
+
+async def test_a_snapshot_that_cannot_be_used_says_why(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    happened = EVENTS[:-2]
+    state, records, entries = played(happened)
+    journal, key = Journal(redis_client, run_id), run_key(run_id, "journal")
+    for entry in entries:
+        await journal.append(entry)
+    await journal.save(state, records, "", 0.0, None)
+    good = await redis_client.get(f"{key}:snapshot")
+
+    async def says(message: str) -> None:
+        with pytest.raises(DataLoss, match=message):
+            await Journal(redis_client, run_id).newest()
+
+    for damaged, message in (
+        (b"{", "does not decode"),
+        (b"[]", "does not decode"),
+        (good.replace(b'"v":', b'"v":9'), "another version"),
+        (good.replace(b'"phase":"', b'"phase":"x'), "State.phase"),
+        (good.replace(b'"entries":', b'"entries":9'), "ends before its snapshot"),
+    ):
+        await redis_client.set(f"{key}:snapshot", damaged)
+        await says(message)
+    await redis_client.set(f"{key}:snapshot", good)
+    await redis_client.hset(f"{key}:steps", "0", b"\xff")
+    await says("record of a step is gone or damaged")
+    await redis_client.hdel(f"{key}:steps", "0")
+    await says("record of a step is gone or damaged")
+
+
 def test_a_record_holds_what_the_events_of_its_step_said() -> None:
     record = played(EVENTS)[1].finished[0]
     assert (record.response_tokens, record.rollout_s, record.accept_length) == (50, 2.0, 2.5)

@@ -47,6 +47,7 @@ class Everything:
     names: list[str]
     pair: tuple[str, int]
     pairs: list[tuple[str, int]]
+    colours: frozenset[Colour]
     by_name: dict[str, Point]
     figures: Mapping[
         str, float | int | str | Mapping[str, float] | tuple[int, ...] | tuple[float, ...] | None
@@ -68,7 +69,11 @@ FIGURES = st.one_of(
     st.lists(st.floats()).map(tuple),
     st.none(),
 )
-VALUES = st.builds(Everything, figures=st.dictionaries(st.text(), FIGURES)) | st.builds(Bare)
+VALUES = st.builds(
+    Everything,
+    colours=st.frozensets(st.sampled_from(Colour), max_size=1),  # repr leaves their order open
+    figures=st.dictionaries(st.text(), FIGURES),
+) | st.builds(Bare)
 SAMPLE = Everything(
     flag=True,
     count=3,
@@ -83,6 +88,7 @@ SAMPLE = Everything(
     names=["d"],
     pair=("e", 4),
     pairs=[("f", 5)],
+    colours=frozenset({Colour.BLUE}),
     by_name={"g": Point(6, None)},
     figures={"h": (1, 2), "i": (1.5,), "j": {"k": 1.0}, "l": "m", "n": None},
 )
@@ -142,6 +148,8 @@ def test_an_extra_field_is_refused_by_name_at_every_depth(nested: tuple[str | in
         ("pair", ["e"], "Everything.pair"),
         ("pair", [4, "e"], r"Everything.pair\[0\]"),
         ("pairs", [["f", None]], r"Everything.pairs\[0\]\[1\]"),
+        ("colours", ["red", "green"], r"Everything.colours\[1\]"),
+        ("colours", "red", "Everything.colours"),
         ("by_name", [], "Everything.by_name"),
         ("by_name", {"g": {"x": None, "label": None}}, "Everything.by_name.g.x"),
         ("figures", {"h": True}, "Everything.figures.h"),

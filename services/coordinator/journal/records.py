@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.machine import events
@@ -16,18 +17,41 @@ PAGE = 256
 """Records told at once; one is about a KB."""
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What the records of later steps take from those that are finished."""
+
+    detached: int = 0
+    drafter_since: float = 0.0
+    waits_since: float = 0.0
+    rolled_out_s: float = 0.0
+    pulls: dict[str, int] = field(default_factory=dict)
+
+
 class StepRecords:
     """Records of the finished steps and the one being made."""
 
-    def __init__(self) -> None:
-        self.finished: list[StepRecord] = []
+    def __init__(self, finished: Iterable[StepRecord] = (), carried: Carried = Carried()) -> None:
+        """`carried`: from the records that had finished these steps, between two steps."""
+        self.finished = list(finished)
         self._open = StepRecord()
         self._began_s = 0.0
-        self._rolled_out_s = 0.0
-        self._waits_since = 0.0
-        self._detached = 0  # epoch of the newest lease whose steps are counted
-        self._drafter_since = 0.0
-        self._pulls: Counter[str] = Counter()
+        self._rolled_out_s = carried.rolled_out_s
+        self._waits_since = carried.waits_since
+        # epoch of the newest lease whose steps are counted
+        self._detached = carried.detached
+        self._drafter_since = carried.drafter_since
+        self._pulls: Counter[str] = Counter(carried.pulls)
+
+    def carried(self) -> Carried:
+        """What `__init__` takes; call it when an event has closed a step."""
+        return Carried(
+            self._detached,
+            self._drafter_since,
+            self._waits_since,
+            self._rolled_out_s,
+            dict(self._pulls),
+        )
 
     def page(self, first: int) -> list[StepRecord]:
         """Records of finished steps from step `first` on, at most PAGE."""

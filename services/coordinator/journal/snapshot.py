@@ -1,0 +1,88 @@
+"""Holds what a run's entries have led to at the end of a step, so that a replay begins there.
+
+Between two steps nothing of the next one is known and nothing of the last one waits: what stands
+here is all that later events are judged by.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, get_type_hints
+
+from coordinator.journal.entry import VERSION
+from coordinator.journal.records import Carried
+from coordinator.machine.state import Holder, Slot, State, WorkerState, slot_row, worker_row
+from paceline.errors import DataLoss
+from paceline.tagged_json import from_object, to_object
+
+_ROWS = ("slots", "workers")
+_REST: Any = make_dataclass(
+    "Rest", [(name, hint) for name, hint in get_type_hints(State).items() if name not in _ROWS]
+)
+"""The state without its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run after `entries` entries of its journal, the last of which closed a step."""
+
+    entries: int
+    at_s: float  # of the last entry
+    traceparent: str  # of the step that it closed
+    state: State
+    records: Carried
+    watched: tuple[int, float] | None  # AcceptanceWatch.last
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What of a snapshot is no state."""
+
+    v: int
+    entries: int
+    at_s: float
+    traceparent: str
+    records: Carried
+    watched: tuple[int, float] | None
+    slots: tuple[tuple[Holder, int], ...]
+    workers: tuple[WorkerState, ...]
+
+
+def pack_snapshot(snapshot: Snapshot) -> bytes:
+    """One line of JSON."""
+    state = snapshot.state
+    beside = _Beside(
+        VERSION,
+        snapshot.entries,
+        snapshot.at_s,
+        snapshot.traceparent,
+        snapshot.records,
+        snapshot.watched,
+        tuple((slot.holder, slot.epoch) for slot in state.slots),
+        tuple(state.workers),
+    )
+    rest = _REST(**{one.name: getattr(state, one.name) for one in fields(_REST)})
+    values = {"beside": to_object(beside), "state": to_object(rest)}
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def unpack_snapshot(line: bytes) -> Snapshot:
+    """What `pack_snapshot` was given. Raises DataLoss for anything else."""
+    try:
+        values = json.loads(line)
+        beside = from_object(_Beside, values["beside"])
+        rest = from_object(_REST, values["state"], "State")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataLoss(f"a snapshot does not decode: {error}", seen=line[:80]) from error
+
+    if beside.v != VERSION:
+        raise DataLoss("a snapshot has another version", seen=beside.v, allowed=VERSION)
+    state = State(
+        slots=slot_row(Slot(holder, epoch) for holder, epoch in beside.slots),
+        workers=worker_row(beside.workers),
+        **vars(rest),
+    )
+    return Snapshot(
+        beside.entries, beside.at_s, beside.traceparent, state, beside.records, beside.watched
+    )
