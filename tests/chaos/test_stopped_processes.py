@@ -1,0 +1,74 @@
+"""A run whose processes are stopped (SIGSTOP) one after the other: each is seen, killed and replaced
+in seconds, and nothing is lost by it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from demo_runs import SMALL, demo, wait_for
+
+from paceline.local.heartbeat import LIMIT_S
+from paceline.local.patience import patient
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(480)]
+
+STEPS = 40
+
+
+def stopped_s(pid: int) -> float:
+    """Stops a process; seconds until it is no more, by the kernel's word."""
+    handle = os.pidfd_open(pid)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    ended, _, _ = select.select([handle], [], [], patient(60))
+    os.close(handle)
+    assert ended, "nobody has killed it"
+    return time.monotonic() - began
+
+
+def below(pid: int, words: str) -> int:
+    """The last started process below one of ours whose command line holds these words."""
+    found = [
+        process
+        for process in psutil.Process(pid).children(recursive=True)
+        if words in " ".join(process.cmdline())
+    ]
+    return max(found, key=lambda process: (process.create_time(), process.pid)).pid
+
+
+def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--steps", str(STEPS), *SMALL)
+    lines = wait_for(process, "step 1/")
+    pids = {
+        found[1]: int(found[2])
+        for line in lines
+        if (found := re.match(r"(\w+) started .*\(pid (\d+)\)", line))
+    }
+    parts = {
+        "engine worker": ("gateway", "engines.worker.process"),
+        "policy rank": ("policy_trainer", "policy_trainer.rank"),
+        "drafter rank": ("drafter_trainer", "drafter_trainer.rank"),
+    }
+    seen_s = {}
+    for part, (service, words) in parts.items():
+        seen_s[part] = stopped_s(below(pids[service], words))
+        wait_for(process, f"{service} recovered")
+    for service in ("gateway", "policy_trainer", "drafter_trainer"):
+        seen_s[service] = stopped_s(pids[service])
+        wait_for(process, f"{service} healthy")
+    print(json.dumps({name: round(seconds, 2) for name, seconds in seen_s.items()}))
+    output, _ = process.communicate(timeout=patient(300))
+    assert process.returncode == 0, output
+    assert max(seen_s.values()) < LIMIT_S + patient(LIMIT_S / 6) + 1.0, seen_s
+    summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
+    assert (summary["steps"], summary["policy_versions"]) == (STEPS, STEPS + 1)
+    assert summary["trajectories_lost"] == 0
