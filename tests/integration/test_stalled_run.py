@@ -26,7 +26,8 @@ def engine_worker(run: subprocess.Popen[str]) -> psutil.Process:
 
 
 def test_an_alarm_names_the_stopped_worker_and_all_who_wait_for_it(tmp_path: Path) -> None:
-    run = demo(tmp_path, "--steps", "200", *SMALL, "coordinator.stall_alarm_s=2")
+    settings = ("coordinator.stall_alarm_s=2", "run.heartbeat_s=0")  # else it would be replaced
+    run = demo(tmp_path, "--steps", "200", *SMALL, *settings)
     try:
         wait_for(run, "step 1/200")
         worker = engine_worker(run)
