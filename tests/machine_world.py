@@ -15,7 +15,12 @@ from coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 
 CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
-    Service.GATEWAY: (commands.RunTasks, commands.Commit, commands.Evaluate),
+    Service.GATEWAY: (
+        commands.RunTasks,
+        commands.Commit,
+        commands.Evaluate,
+        commands.TrainPolicy,  # whose slots its workers leave first
+    ),
     Service.POLICY_TRAINER: (
         commands.TrainPolicy,
         commands.SaveCheckpoints,

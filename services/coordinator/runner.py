@@ -19,7 +19,7 @@ from coordinator.journal.journal import Journal
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import IN_STEP, OPTIONAL, Phase, Service
+from coordinator.machine.state import IN_STEP, OPTIONAL, Phase, Service, State
 from coordinator.machine.step import step
 from coordinator.stall import StallWatch
 from coordinator.step_span import StepSpan
@@ -57,7 +57,8 @@ class Runner:
             publish,
         )
         emit = self._queue.put_nowait
-        self._calls = Calls(config, peers, source, self.transitions.groups, emit, self.now)
+        groups = self.transitions.groups
+        self._calls = Calls(config, peers, source, groups, emit, self.now, self._state)
         self._executor = Executor(self._calls, emit)
         self.stall = StallWatch(self._calls)
         self._span = StepSpan()
@@ -73,6 +74,9 @@ class Runner:
         event = events.StopRequested(self.now())
         self._queue.put_nowait(event)
         return step(self.transitions.state, event)[0].settings.total_steps
+
+    def _state(self) -> State:
+        return self.transitions.state
 
     async def run(self, stop: asyncio.Event) -> bool:
         """Runs to the end; False when `stop` came first. Raises errors of the machine and of the

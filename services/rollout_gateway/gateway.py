@@ -17,6 +17,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.process_directory import process_directory
 from paceline.plugins import import_object
+from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.streams import connect
 from paceline.telemetry import get_logger
@@ -48,6 +49,7 @@ from rollout_gateway.workers.router import Router, RowShape
 from rollout_gateway.workers.weights import WorkerWeights
 
 STOP_GRACE_S = 10.0
+LENDING_EPOCHS = f"lending_{EPOCHS}"
 RING_ROWS = 16_384
 """Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
 tokens of every round.
@@ -107,7 +109,11 @@ class Gateway:
         self._forced_arm = config.speculation.forced_arm
         self.router.on_ready = self._equip
         self.router.loans.on_return = self.weights.take_memory
-        self.lending = Lending(self.router.loans, self.router.count, config.security)
+        self.lending = Lending(
+            self.router.loans,
+            self.router.count,
+            EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS),
+        )
 
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.

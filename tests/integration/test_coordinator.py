@@ -35,6 +35,7 @@ from paceline.errors import (
     FailedPrecondition,
     InternalError,
     InvalidInput,
+    ResourceExhausted,
     RunFailed,
     Unavailable,
     WeightsError,
@@ -100,6 +101,9 @@ class Script:
     epochs: list[tuple[str, int]] = field(default_factory=list)
     commits: list[tuple[int, int, int]] = field(default_factory=list)
     serving: dict[str, VersionSet] = field(default_factory=dict)
+    lent: set[int] = field(default_factory=set)  # workers that have given their memory back
+    order: list[str] = field(default_factory=list)  # who asked for slots, and who got them
+    release_fails: int = 0  # once, when so many workers are asked for
 
 
 class Gateway(RolloutServiceServicer):
@@ -115,6 +119,8 @@ class Gateway(RolloutServiceServicer):
     async def RunTasks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         script, step = self.script, request.context.step
         self.guard.check(request.context)
+        assert not script.lent
+        script.order.append("generate")
         script.rollouts.append(request)
         script.epochs.append(("gateway", request.context.epoch))
         if request.forced_arm and not script.drafts:
@@ -144,6 +150,23 @@ class Gateway(RolloutServiceServicer):
         for group in sorted(scored) if train else ():
             finished.closed_groups.add(group_id=group, scored_sessions=scored[group])
         yield rollout_pb2.RunTasksResponse(finished=finished)
+
+    async def ReleaseWorkers(self, request: Any, context: Any) -> Any:
+        if self.script.release_fails == len(request.workers):
+            self.script.release_fails = 0
+            self.script.activated.set()  # nobody will
+            raise ResourceExhausted("lent.json cannot be written")
+        self.script.lent.update(request.workers)
+        self.script.order.append(f"release {list(request.workers)}")
+        freed = dict.fromkeys(request.workers, 100)
+        return rollout_pb2.ReleaseWorkersResponse(released_bytes=freed)
+
+    async def ResumeWorkers(self, request: Any, context: Any) -> Any:
+        back = sorted(self.script.lent)
+        self.script.lent.clear()
+        self.script.order.append(f"resume {back}")
+        served = self.script.serving.get("gateway")
+        return rollout_pb2.ResumeWorkersResponse(workers=back, versions=served)
 
     def _samples(self, request: Any, share: int) -> Iterator[Any]:
         """The share's samples: of its tasks, or of the groups that agents have brought."""
@@ -216,6 +239,8 @@ class Policy(PolicyServiceServicer):
 
     async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.guard.check(request.context)
+        assert self.script.lent == {0, 1}
+        self.script.order.append("train")
         step = request.context.step
         self.script.waited_for.append(
             (step, {group.group_id: group.size for group in request.groups})
@@ -256,6 +281,8 @@ class Drafter(DrafterServiceServicer):
         self.guard.check(request.context)
         script = self.script
         script.epochs.append(("drafter", request.context.epoch))
+        assert set(request.slots) <= script.lent
+        script.order.append("draft")
         preempted = script.preempted = asyncio.Event()
         self.versions += 1
         if script.slow_to_attach:
@@ -438,6 +465,41 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
 
 async def _ignore_gap(first: int, last: int) -> None:
     """Facts from before the subscription are no matter here."""
+
+
+async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script()) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, heldout_path=""))
+        await run_to_end(config)
+    # What gets no slot again before the run ends is taken back for agents that go on.
+    assert script.order == [
+        *("resume []", "generate"),
+        *("release [0]", "draft"),
+        *("release [0, 1]", "train"),
+        "resume [0, 1]",
+    ]
+    entries = await journal_of(config)
+    released = [one["data"] for one in entries if one["event"] == "WorkersReleased"]
+    assert [(one["holder"], one["details"]["bytes"]) for one in released] == [
+        ("drafter", 100),
+        ("policy", 200),
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2], ids=["for the drafter", "for the policy"])
+async def test_without_released_workers_the_drafter_does_not_train_and_the_policy_waits(
+    redis_url: str, tmp_path: Path, workers: int
+) -> None:
+    async with running_peers(script := Script(release_fails=workers)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
+        await run_to_end(config)
+    assert script.trained == [0]
+    check_slots(entries := await journal_of(config))
+    lost = "TrainerFailed" if workers == 1 else "ServiceLost"
+    assert [one["event"] for one in entries].count(lost) == 1
+    assert script.order.count("draft") == workers - 1
 
 
 async def test_epochs_only_grow_for_each_receiver(redis_url: str, tmp_path: Path) -> None:

@@ -183,12 +183,18 @@ class World(RuleBasedStateMachine):
         self.feed(events.WorkerLost(self.tick(), command.epoch, 0))
 
     @precondition(lambda self: "ActivateDrafter" in self.calls)
-    @rule(ending=st.sampled_from(["activated", "promoted", "epochs", "rank_lost", "deadline"]))
+    @rule(
+        ending=st.sampled_from(
+            ["released", "activated", "promoted", "epochs", "rank_lost", "deadline"]
+        )
+    )
     def drafter_news(self, ending: str) -> None:
         command = self.call(commands.ActivateDrafter)
         assert isinstance(command, commands.ActivateDrafter)
         epoch, now = command.epoch, self.tick()
         match ending:
+            case "released":
+                self.feed(events.WorkersReleased(now, epoch, Holder.DRAFTER))
             case "activated":
                 self.feed(events.DrafterActivated(now, epoch))
             case "promoted":

@@ -16,7 +16,7 @@ from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
 from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
-from coordinator.machine.state import Service
+from coordinator.machine.state import Service, State
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
 from paceline.rpc import leased, responses, rpc_errors
 from paceline.telemetry import get_logger
@@ -39,7 +39,7 @@ class Absence:
     pause_s: float = _FIRST_PAUSE_S
 
 
-def _no_event(error: PacelineError) -> Event | None:
+def no_event(error: PacelineError) -> Event | None:
     return None
 
 
@@ -53,6 +53,7 @@ class Calls:
     groups: ClosedGroups
     emit: Callable[[Event], None]
     now: Callable[[], float]
+    state: Callable[[], State]
     samples: tuple[int, FinishedSamples] | None = None  # of the newest step
     round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
     absent: dict[Service, Absence] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Calls:
         command: StepCommand,
         *,
         deadline_s: float,
-        event_of: Callable[[PacelineError], Event | None] = _no_event,
+        event_of: Callable[[PacelineError], Event | None] = no_event,
     ) -> Iterator[None]:
         """Emits a failure of the block as an event and ends the call with Reported.
 

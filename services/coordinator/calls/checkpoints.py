@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from coordinator.calls.base import Calls
+from coordinator.calls.slots import resume
 from coordinator.machine import commands, events
 from coordinator.machine.state import Service
 from paceline.errors import PacelineError
 from paceline.rpc import rpc_errors
+from paceline.telemetry import get_logger
 from paceline.v1.drafter_pb2 import SaveDrafterCheckpointRequest
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
@@ -18,6 +20,10 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
     """Emits CheckpointsSaved with the paths; empty where nothing was trained, or where an optional
     service does not answer.
     """
+    try:
+        await resume(calls, command)  # agents may go on after the run
+    except PacelineError as error:
+        get_logger("coordinator").warning("workers stay lent out", error=str(error))
     paths = {"policy": "", "drafter": ""}
     context = calls.context(command)
     if command.step:

@@ -8,9 +8,10 @@ from typing import Any
 
 from coordinator.calls.base import RANK_LOST, Calls, answers
 from coordinator.calls.figures import message_figures
+from coordinator.calls.slots import release
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Service
+from coordinator.machine.state import Holder, Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
@@ -18,9 +19,21 @@ from paceline.v1 import drafter_pb2
 
 
 async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
-    """Emits DrafterActivated, the gate's decisions and Detached; Deadline when training does not
-    begin in time.
+    """Emits WorkersReleased, DrafterActivated, the gate's decisions and Detached; Deadline when
+    training does not begin in time.
     """
+
+    def kept(error: PacelineError) -> Event:
+        message = f"its slots were not released: {error}"
+        return events.TrainerFailed(calls.now(), command.epoch, Service.DRAFTER_TRAINER, message)
+
+    deadline_s = command.deadline_s
+    await release(
+        calls, command, Holder.DRAFTER, "activation", deadline_s=deadline_s, event_of=kept
+    )
+    lease = calls.state().lease
+    if lease is None or lease.epoch != command.epoch or lease.preempting:
+        return  # it ended while the engine was still leaving
     request = drafter_pb2.ActivateRequest(
         context=calls.context(command),
         slots=command.slots,

@@ -11,6 +11,7 @@ from coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
+from coordinator.calls.slots import resume
 from coordinator.calls.weights import QUERY_DEADLINE_S, mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
@@ -61,6 +62,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
         Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
         await mend(calls, command)
+        await resume(calls, command)
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):
             match name:
@@ -92,6 +94,7 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
         Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
         await mend(calls, command)
+        await resume(calls, command)
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):
             match name:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from coordinator.calls.base import RANK_LOST, Calls, answers
 from coordinator.calls.figures import message_figures
+from coordinator.calls.slots import release
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Service
+from coordinator.machine.state import Holder, Service
 from paceline.errors import PacelineError
 from paceline.rpc import leased
 from paceline.v1 import policy_pb2
 
 
 async def train(calls: Calls, command: commands.TrainPolicy) -> None:
-    """Emits PolicyStepped and PolicyPrepared; TrainerFailed when a rank died.
+    """Emits WorkersReleased, PolicyStepped and PolicyPrepared; TrainerFailed when a rank died.
 
     The trainer waits for the groups that closed with the step's rollouts.
     """
@@ -24,6 +25,7 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
         return events.TrainerFailed(calls.now(), command.epoch, Service.POLICY_TRAINER, str(error))
 
     deadline_s = calls.config.step_deadline_s
+    await release(calls, command, Holder.POLICY, "policy", deadline_s=deadline_s)
     request = _request(calls, command)
     batch: dict[str, Figure] = {}
     with calls.reported(

@@ -65,7 +65,9 @@ def preempt(state: State) -> Decision:
     return Decision(state, (PreemptDrafter(state.step, lease.epoch, deadline_s),))
 
 
-def noted(state: State, event: events.DrafterActivated | events.GateDecided) -> Decision:
+def noted(
+    state: State, event: events.DrafterActivated | events.GateDecided | events.WorkersReleased
+) -> Decision:
     """A record, nothing else."""
     return Decision(state)
 

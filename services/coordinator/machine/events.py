@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.machine.state import Evaluation, RunSettings, Service
+from coordinator.machine.state import Evaluation, Holder, RunSettings, Service
 from paceline.trajectory import VersionSet
 
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
@@ -72,6 +72,14 @@ class WorkerLost(CallAnswer):
     """An engine worker died while it generated; the gateway restarts it."""
 
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersReleased(CallAnswer):
+    """The engine has given the memory of the lease's slots back: now the trainer is told of it."""
+
+    holder: Holder
+    details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

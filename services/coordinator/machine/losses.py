@@ -18,7 +18,7 @@ accident.
 CALLED_IN: dict[Phase, tuple[Service, ...]] = {
     Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # which mends what is to serve
     Phase.ROLLOUT: (Service.GATEWAY, Service.POLICY_TRAINER),
-    Phase.POLICY: (Service.POLICY_TRAINER,),
+    Phase.POLICY: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.COMMIT: (Service.GATEWAY,),
     Phase.CLOSING: (Service.POLICY_TRAINER,),
 }

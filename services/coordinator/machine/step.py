@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from coordinator.machine import boundary, commit, drafter, events, losses, policy, rollout
 from coordinator.machine.commands import Command
 from coordinator.machine.decision import Decision, refused
-from coordinator.machine.state import MachineError, Phase, Service, State, WorkerState
+from coordinator.machine.state import Holder, MachineError, Phase, Service, State, WorkerState
 
 
 class PhaseRow(NamedTuple):
@@ -106,10 +106,14 @@ def newest_lease(state: State, event: events.GatePromoted) -> Mark:
     return Mark("epoch", event.epoch, state.lease_epoch, over)
 
 
-def lease_or_call(state: State, event: events.TrainerFailed | events.Deadline) -> Mark:
+def lease_or_call(
+    state: State, event: events.TrainerFailed | events.Deadline | events.WorkersReleased
+) -> Mark:
     """Late as `lease` has it for news of the drafter, else as `call` has it."""
     if isinstance(event, events.TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
+    elif isinstance(event, events.WorkersReleased):
+        of_drafter = event.holder is Holder.DRAFTER
     else:
         of_drafter = event.what in ("activation", "preempt")
     return lease(state, event) if of_drafter else call(state, event)
@@ -143,6 +147,7 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.ShareDone: EventRow({Phase.ROLLOUT}, share, rollout.share_done),
     events.TasksFinished: EventRow({Phase.ROLLOUT}, call, rollout.tasks_finished),
     events.WorkerLost: EventRow({Phase.ROLLOUT}, call, rollout.worker_lost),
+    events.WorkersReleased: EventRow(LEASED | {Phase.POLICY}, lease_or_call, drafter.noted),
     events.DrafterActivated: EventRow(LEASED, lease, drafter.noted),
     events.GatePromoted: EventRow(LIVE, newest_lease, drafter.promoted),
     events.GateDecided: EventRow(LIVE, none, drafter.noted),

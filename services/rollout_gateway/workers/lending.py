@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from paceline.config import SecurityConfig
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.rpc import EpochGuard
 from paceline.telemetry import get_logger, span
@@ -73,12 +72,18 @@ class Loans:
             return 0
         seat.lent = True
         try:
-            return await self.free(seat.process) if seat.process is not None else 0
+            return await self._free(seat.process) if seat.process is not None else 0
         except Unavailable:
             return 0  # lost; the next one gives its memory back before it serves
 
-    async def free(self, process: WorkerProcess) -> int:
-        """Have a process give its memory back; bytes."""
+    async def started(self, seat: Seat, process: WorkerProcess) -> None:
+        """The process of a lent worker gives its memory back before it serves."""
+        if seat.lent:
+            await self._free(process)
+            if not seat.lent and self.on_return is not None:  # taken back meanwhile
+                await self.on_return(process)
+
+    async def _free(self, process: WorkerProcess) -> int:
         if Capability.RELEASE_MEMORY not in process.ready.capabilities:
             return 0
         command = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
@@ -123,11 +128,11 @@ async def _ends_within(seat: Seat, seconds: float) -> bool:
 class Lending:
     """One lease after the other: what an older one still asks for is refused."""
 
-    def __init__(self, loans: Loans, workers: int, security: SecurityConfig) -> None:
+    def __init__(self, loans: Loans, workers: int, guard: EpochGuard) -> None:
+        """guard: of its own, since a push under the lease before stays welcome."""
         self._loans = loans
         self._workers = workers
-        # Of its own: a push under the lease before stays welcome.
-        self._guard = EpochGuard(security)
+        self._guard = guard
         self._turn = asyncio.Lock()
 
     async def release(self, context: CommandContext, workers: Iterable[int]) -> dict[int, int]:

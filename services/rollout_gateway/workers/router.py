@@ -297,8 +297,7 @@ class Router:
             self.ready = process.ready
             if self.on_ready is not None:
                 await self.on_ready(process)
-            if slot.lent:
-                await self.loans.free(process)
+            await self.loans.started(slot, process)
         except BaseException:
             await process.close()
             raise

@@ -71,11 +71,11 @@ class WorkerWeights:
                 await self._ask(process, command)
             answer = await self._ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
-            if served != self.versions:
+            if served != process.versions:
                 raise WeightsError(
                     f"engine worker {process.index} serves another set",
                     seen=served,
-                    allowed=self.versions,
+                    allowed=process.versions,
                 )
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.errors import StaleEpoch, WeightsError
+from paceline.errors import InvalidInput, StaleEpoch, WeightsError
 from paceline.local.patience import patient
+from paceline.rpc import rpc_errors
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -140,3 +141,51 @@ async def test_abort_mode_ends_running_requests(serve_gateway: Any, script: dict
         await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)
         chunks = [piece.chunk async for piece in call]
         assert chunks[-1].finish_reason == tpb.FINISH_REASON_ABORT
+
+
+def lease(epoch: int) -> tpb.CommandContext:
+    return tpb.CommandContext(run_id="local", step=1, epoch=epoch)
+
+
+async def test_workers_that_are_lent_answer_nobody_and_come_back_with_what_was_committed(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway(engine={"workers": 2}) as served:
+        stub, patience = served.stub, patient(20)
+        released = rpb.ReleaseWorkersRequest(context=lease(3), workers=[0, 1])
+        freed = (await stub.ReleaseWorkers(released, timeout=patience)).released_bytes
+        assert set(freed) == {0, 1}
+        assert min(freed.values()) > 0
+        asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
+        waiting = asyncio.create_task(served.http.post("/v1/completions", json=asked))
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        await commit(served, VersionSet(1, 1, 0))
+        assert not waiting.done()
+        stale = rpb.ResumeWorkersRequest(context=lease(2))
+        with pytest.raises(StaleEpoch, match="newer lease"), rpc_errors():
+            await stub.ResumeWorkers(stale, timeout=patience)
+        assert not waiting.done()
+        with rpc_errors():
+            resumed = rpb.ResumeWorkersRequest(context=lease(4))
+            back = await stub.ResumeWorkers(resumed, timeout=patience)
+        assert (list(back.workers), back.versions.policy) == ([0, 1], 1)
+        assert await worker_versions(served) == [(1, 0), (1, 0)]
+        answer = await asyncio.wait_for(waiting, patience)
+        assert answer.status_code == 200, answer.text
+        with pytest.raises(StaleEpoch), rpc_errors():
+            await stub.ReleaseWorkers(released, timeout=patience)
+        unknown = rpb.ReleaseWorkersRequest(context=lease(5), workers=[2])
+        with pytest.raises(InvalidInput, match=r"no such worker; seen: 2"), rpc_errors():
+            await stub.ReleaseWorkers(unknown, timeout=patience)
+
+
+async def test_a_request_that_waits_too_long_for_lent_workers_is_told_why(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway(queue={"wait_s": 0.1}) as served:
+        released = rpb.ReleaseWorkersRequest(context=lease(1), workers=[0])
+        await served.stub.ReleaseWorkers(released, timeout=patient(20))
+        asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
+        answer = await served.http.post("/v1/completions", json=asked)
+        assert answer.status_code == 503
+        assert "slots are lent to a trainer; waited 0.1 s" in answer.text

@@ -469,7 +469,7 @@ def closing() -> State:
 SITUATIONS = {
     "evaluate": (evaluating, commands.Evaluate, {Service.GATEWAY, Service.POLICY_TRAINER}),
     "rollout": (begun, commands.RunTasks, {Service.GATEWAY, Service.POLICY_TRAINER}),
-    "policy": (in_policy, commands.TrainPolicy, {Service.POLICY_TRAINER}),
+    "policy": (in_policy, commands.TrainPolicy, {Service.GATEWAY, Service.POLICY_TRAINER}),
     "commit": (in_commit, commands.Commit, {Service.GATEWAY}),
     "closing": (closing, commands.SaveCheckpoints, {Service.POLICY_TRAINER}),
 }
