@@ -135,9 +135,13 @@ def record_decision(decision: Judged) -> None:
 
 
 @contextmanager
-def micro_step_span(policy_version: int, kind: str) -> Iterator[Callable[[MicroResult], None]]:
-    """The span of one micro-batch; call what it gives with the result."""
-    with span("drafter.micro_step", policy_version=policy_version, drafter=kind) as current:
+def micro_step_span(
+    epoch: int, policy_version: int, kind: str
+) -> Iterator[Callable[[MicroResult], None]]:
+    """The span of one micro-batch under a lease; call what it gives with the result."""
+    with span(
+        "drafter.micro_step", epoch=epoch, policy_version=policy_version, drafter=kind
+    ) as current:
 
         def record(result: MicroResult) -> None:
             current.set_attribute("positions", result.positions)

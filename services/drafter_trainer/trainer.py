@@ -155,7 +155,7 @@ class DrafterTrainer:
             head = self._heads.get(rows[0].lm_head_hash)
             assert head is not None
             student = self.students.take_turn(rows[0].layers)
-            with micro_step_span(head.policy_version, student.kind) as record:
+            with micro_step_span(activation.epoch, head.policy_version, student.kind) as record:
                 row = sharing.hand_out(rows, student.learner.members, student.index)
                 result = student.learner.micro_step(row, head)
                 record(result)

@@ -12,6 +12,8 @@ import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
 
 from paceline.local.patience import patient
+from paceline.report.audit import WORK
+from paceline.report.spans import read_spans
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,6 +25,9 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     run = tmp_path / "demo-0-1"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (3, "finished")
+    assert summary["trespasses"] == {"engine": 0, "policy": 0, "drafter": 0}
+    worked = {one.name for one in read_spans(run / "spans") if one is not None}
+    assert set(WORK) <= worked
     assert summary["trajectories_lost"] == 0
     assert summary["trajectories_published"] == summary["trajectories_trained"] == 3 * 16
     services = [

@@ -13,10 +13,17 @@ from rich.table import Table
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.local.redis import resolved
+from paceline.report.audit import trespasses
 from paceline.report.charts import duration
 from paceline.report.html import render
-from paceline.report.journal import copy_journal, read_history, write_steps, write_whole
-from paceline.report.spans import read_report
+from paceline.report.journal import (
+    copy_journal,
+    read_entries,
+    read_history,
+    write_steps,
+    write_whole,
+)
+from paceline.report.spans import read_report, read_spans
 from paceline.report.summary import Summary, summarize
 from paceline.streams import Ledger, LedgerCount, connect
 
@@ -42,6 +49,8 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
     history = read_history(files.directory / JOURNAL)
     spans = read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
+    entries = list(read_entries(files.directory / JOURNAL))
+    summary["trespasses"] = trespasses(entries, read_spans(files.spans))
     write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     write_whole(files.report, render(summary, history, spans))

@@ -73,6 +73,11 @@ def span(
             raise
 
 
+def past_span(name: str, start_ns: int, **attributes: AttributeValue) -> None:
+    """A span, of a trace of its own, that began at `start_ns` since the epoch and ends now."""
+    tracer().start_span(name, context=Context(), start_time=start_ns, attributes=attributes).end()
+
+
 def link_current(traceparents: Iterable[str]) -> None:
     """Link the current span to others that are known only when it ends; invalid ones are left
     out.

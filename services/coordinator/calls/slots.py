@@ -1,4 +1,4 @@
-"""Calls the gateway when slots change hands: its workers give their memory back, or take it again."""
+"""Calls the gateway when slots change hands: workers give their memory back, or take it again."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.rpc.progress import Activity
+from paceline.telemetry.trace import past_span
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.process import WorkerProcess
 
@@ -36,6 +37,7 @@ class Seat:
     moving: set[int] = field(default_factory=set)  # requests that go on elsewhere once they ended
     idle_since_s: float | None = field(default_factory=time.monotonic)
     """time.monotonic() at which its last request ended; None while one is under way."""
+    _busy_since_ns: int = 0
     activity: Activity = field(init=False)
     # told of the next change between idle and busy
     _watchers: set[asyncio.Future[None]] = field(default_factory=set)
@@ -49,7 +51,7 @@ class Seat:
         self.live[generation.request.request_id] = generation
         self.unsent.append(generation)
         if self.idle_since_s is not None:
-            self.idle_since_s = None
+            self.idle_since_s, self._busy_since_ns = None, time.time_ns()
             self.activity.begins("decodes")
             self._tell()
 
@@ -99,6 +101,7 @@ class Seat:
         if not self.live and self.idle_since_s is None:
             self.idle_since_s = time.monotonic()
             self.activity.begins("")
+            past_span("engine.busy", self._busy_since_ns, worker=self.index)
             self._tell()
 
     def _tell(self) -> None:

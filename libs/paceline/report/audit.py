@@ -1,0 +1,86 @@
+"""Counts the work that spans show on a slot while the journal has it held by another.
+
+A trainer's lease counts from the entry WorkersReleased of its epoch on: until then the slot is
+still the engine's, which gives its memory back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from paceline.report.slots import Entry, SlotInterval, slot_intervals
+from paceline.report.spans import SpanRecord
+
+WORK = {
+    "engine.busy": "engine",
+    "policy.optimizer_step": "policy",
+    "drafter.micro_step": "drafter",
+}
+"""Spans of work that needs a slot, and who does it."""
+
+
+def trespasses(entries: Sequence[Entry], spans: Iterable[SpanRecord | None]) -> dict[str, int]:
+    """By holder, its pieces of work during which another held one of its slots: stretches of engine
+    rounds, optimiser steps, the drafter's micro-steps. All 0 in a right run.
+    """
+    leases = _Leases(entries)
+    found = dict.fromkeys(WORK.values(), 0)
+    for span in spans:
+        if span is not None and span.name in WORK:
+            found[WORK[span.name]] += leases.trespassed(span)
+    return found
+
+
+class _Leases:
+    """Who held which slot when, as far as that bars others."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._of_slot: dict[int, list[SlotInterval]] = defaultdict(list)
+        self._of_epoch: dict[int, list[int]] = defaultdict(list)  # a drafter's lease -> its slots
+        self._per_worker = 1
+        released: dict[int, float] = {}
+        for entry in entries:
+            if entry["event"] == "WorkersReleased":
+                released[int(entry["data"]["epoch"])] = float(entry["at_s"])
+            elif entry["event"] == "RunStarted":
+                self._per_worker = int(entry["data"]["settings"]["slots_per_worker"])
+        for interval in slot_intervals(entries):
+            if interval.holder == "drafter":
+                self._of_epoch[interval.epoch].append(interval.slot)
+            self._of_slot[interval.slot] += _binding(interval, released)
+        for held in self._of_slot.values():
+            held.sort(key=lambda one: one.end_s)
+
+    def trespassed(self, span: SpanRecord) -> bool:
+        """Whether another held a slot of this work; also when nobody ever leased one for it."""
+        slots, holder = list(self._slots(span)), WORK[span.name]
+        start_s, end_s = span.start_ns / 1e9, span.end_ns / 1e9
+        return not slots or any(
+            one.holder != holder and max(one.start_s, start_s) < min(one.end_s, end_s)
+            for slot in slots
+            for one in self._of_slot[slot][
+                bisect_left(self._of_slot[slot], start_s, key=lambda held: held.end_s) :
+            ]
+        )
+
+    def _slots(self, span: SpanRecord) -> Iterable[int]:
+        match WORK[span.name]:
+            case "engine":
+                first = int(span.attributes["worker"]) * self._per_worker
+                return range(first, first + self._per_worker)
+            case "drafter":
+                return self._of_epoch.get(int(span.attributes["epoch"]), ())
+            case _:
+                return tuple(self._of_slot)
+
+
+def _binding(interval: SlotInterval, released: dict[int, float]) -> Iterator[SlotInterval]:
+    if interval.holder == "engine":
+        yield interval
+    elif interval.holder in ("policy", "drafter"):
+        began_s = min(released.get(interval.epoch, interval.end_s), interval.end_s)
+        yield replace(interval, holder="engine", end_s=began_s)
+        yield replace(interval, start_s=began_s)

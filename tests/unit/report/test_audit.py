@@ -1,0 +1,67 @@
+"""Work on a slot that another holds is counted, by whoever does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.report.audit import trespasses
+from paceline.report.spans import SpanRecord
+
+
+def entry(at_s: float, event: str, data: dict[str, Any], *slots: tuple[int, str, int]) -> Any:
+    changed = [[slot, 1, holder, epoch] for slot, holder, epoch in slots]
+    return {"at_s": at_s, "event": event, "step": 0, "data": data, "slots": changed}
+
+
+JOURNAL = [
+    entry(
+        0, "RunStarted", {"settings": {"slots_per_worker": 2}}, *((s, "none", 0) for s in range(4))
+    ),
+    entry(1, "StepBegan", {"step": 0}, *((slot, "engine", 1) for slot in range(4))),
+    entry(10, "ShareDone", {"epoch": 1}, (0, "drafter", 2), (1, "drafter", 2)),
+    entry(11, "WorkersReleased", {"epoch": 2, "holder": "drafter"}),
+    entry(20, "Preempted", {"epoch": 2}, *((slot, "policy", 3) for slot in range(4))),
+    entry(21, "WorkersReleased", {"epoch": 3, "holder": "policy"}),
+    entry(30, "PolicyStepped", {"epoch": 3}, *((slot, "none", 3) for slot in range(4))),
+    entry(40, "StepBegan", {"step": 1}, *((slot, "engine", 4) for slot in range(4))),
+    entry(50, "TasksFinished", {"epoch": 4}),
+]
+
+
+def work(name: str, start_s: float, end_s: float, **attributes: Any) -> SpanRecord:
+    times = (int(start_s * 1e9), int(end_s * 1e9))
+    return SpanRecord("t", "s", "", name, "internal", "x", *times, attributes=attributes)
+
+
+RIGHT = [
+    work("engine.busy", 1, 10.5, worker=0),  # ends while its slots are on their way
+    work("engine.busy", 2, 20.5, worker=1),
+    work("engine.busy", 31, 33, worker=0),  # an agent's, while nobody holds the slots
+    work("engine.busy", 40, 49, worker=1),
+    work("drafter.micro_step", 11, 19.9, epoch=2),
+    work("policy.optimizer_step", 21, 30),
+    work("workers.release", 0, 50),  # no work
+]
+
+
+def test_a_right_run_has_no_work_on_a_slot_of_another() -> None:
+    assert trespasses(JOURNAL, [*RIGHT, None]) == {"engine": 0, "policy": 0, "drafter": 0}
+
+
+@pytest.mark.parametrize(
+    ("injected", "holder"),
+    [
+        (work("engine.busy", 12, 13, worker=0), "engine"),  # the drafter's
+        (work("engine.busy", 19, 21.5, worker=1), "engine"),  # after it gave its memory back
+        (work("drafter.micro_step", 10.2, 10.8, epoch=2), "drafter"),  # the engine's still
+        (work("drafter.micro_step", 19, 21.5, epoch=2), "drafter"),  # the policy's
+        (work("drafter.micro_step", 31, 32, epoch=9), "drafter"),  # never leased
+        (work("policy.optimizer_step", 20.2, 20.8), "policy"),
+        (work("policy.optimizer_step", 29, 41), "policy"),  # the next rollouts'
+    ],
+)
+def test_work_on_a_slot_of_another_is_counted(injected: SpanRecord, holder: str) -> None:
+    found = trespasses(JOURNAL, [*RIGHT, injected])
+    assert found == {"engine": 0, "policy": 0, "drafter": 0} | {holder: 1}
