@@ -39,7 +39,7 @@ class PolicyTrainerConfig(ServiceConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; auto takes CUDA where there is one."""
     ranks: int = Field(default=0, ge=0)
-    """Number of ranks; 0 is min(2, cores)."""
+    """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs all slots."""
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
     reshard_after_forward: bool = False

@@ -33,11 +33,13 @@ class PolicyDriver:
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
         self._config = config
+        self.world_size = config.ranks or min(2, os.cpu_count() or 1)
+        """Ranks, each on a slot of its own."""
         self.progress = Progress()
         self.watched = WatchedRanks[Message](
             RankGroup(
                 "policy_trainer.rank",
-                world_size=config.ranks or min(2, os.cpu_count() or 1),
+                world_size=self.world_size,
                 threads_per_rank=config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",
                 config=config,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.errors import ConfigError, FailedPrecondition, InvalidInput, PacelineError
 from paceline.messages import shared_fields
 from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
@@ -39,7 +39,16 @@ class PolicyServicer(PolicyServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any
     ) -> AsyncIterator[pb.TrainStepResponse]:
-        """BatchReady, PolicyStepped, PolicyPrepared."""
+        """BatchReady, PolicyStepped, PolicyPrepared. Raises FailedPrecondition for fewer slots than
+        ranks compute.
+        """
+        slots, ranks = len(request.slots), self._ranks.world_size
+        if slots and slots < ranks:
+            raise FailedPrecondition(
+                "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
+                seen=f"{slots} slots",
+                allowed=f"{ranks} or more",
+            )
         command = Train(
             sender=self._sender(request.context),
             policy_version=request.policy_version,

@@ -227,6 +227,7 @@ class World(RuleBasedStateMachine):
     def policy_news(self, lost: bool) -> None:
         command = self.call(commands.TrainPolicy)
         assert isinstance(command, commands.TrainPolicy)
+        self.feed(events.WorkersReleased(self.tick(), command.epoch, Holder.POLICY))
         if lost:
             del self.calls["TrainPolicy"]
             self.feed(

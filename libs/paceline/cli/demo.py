@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from paceline.cli.live import RunView
+from paceline.cli.plan import plan_run
 from paceline.cli.results import collect, print_results, write_results
 from paceline.cli.run_files import DemoOptions, RunFiles, configure_run, find_run
 from paceline.cli.up import EXIT_INTERRUPTED, stop_all, supervise
@@ -47,10 +49,14 @@ async def _run(files: RunFiles, options: DemoOptions, console: Console) -> int:
         console.print(text, highlight=False, soft_wrap=True)
 
     say(f"[bold]run {escape(files.run_id)}[/] in {escape(str(files.directory))}")
+    plan = plan_run([files.config], [])
+    for line in plan.lines:
+        say(escape(line))
     code = 0
     try:
         pids: dict[str, int] = {}
-        ledger = await _play(files, config, RunView(files.run_id, options.steps, console), pids)
+        view = RunView(files.run_id, options.steps, console)
+        ledger = await _play(files, config, plan.overrides, view, pids)
         if ledger is not None:
             print_results(write_results(files, ledger, pids), files, console)
             return 0
@@ -67,7 +73,11 @@ async def _run(files: RunFiles, options: DemoOptions, console: Console) -> int:
 
 
 async def _play(
-    files: RunFiles, config: ServiceConfig, view: RunView, pids: dict[str, int]
+    files: RunFiles,
+    config: ServiceConfig,
+    overrides: Sequence[str],
+    view: RunView,
+    pids: dict[str, int],
 ) -> LedgerCount | None:
     """Start, show, wait, count the trajectories, stop; None when a signal ended it.
 
@@ -79,7 +89,7 @@ async def _play(
             pids[event.name] = event.pid
         view.event(event)
 
-    launches = run_launches(config, [files.config], [])
+    launches = run_launches(config, [files.config], overrides)
     supervisor = Supervisor(
         launches, files.directory, on_event=on_event, heartbeat_s=config.run.heartbeat_s
     )

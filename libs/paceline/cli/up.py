@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from paceline.cli.plan import plan_run
 from paceline.config import ServiceConfig, load_config
 from paceline.local.child import ChildEvent
 from paceline.local.owner import SUPERVISOR, owned
@@ -42,6 +43,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     and Unavailable, with the end of its log, for a service that fails.
     """
     config = load_config(ServiceConfig, "local", files, overrides)
+    plan = plan_run(files, overrides)
 
     def show(event: ChildEvent) -> None:
         console.print(event_line(event), highlight=False, soft_wrap=True)
@@ -55,7 +57,11 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
         )
 
     run_dir = Path(config.run.dir)
-    launches = run_launches(config, [path.absolute() for path in files], overrides)
+    for line in plan.lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    launches = run_launches(
+        config, [path.absolute() for path in files], [*overrides, *plan.overrides]
+    )
     supervisor = Supervisor(launches, run_dir, on_event=show, heartbeat_s=config.run.heartbeat_s)
     with owned(run_dir, SUPERVISOR):
         use_run_tokens(config)

@@ -46,7 +46,8 @@ class _Leases:
             if entry["event"] == "WorkersReleased":
                 released[int(entry["data"]["epoch"])] = float(entry["at_s"])
             elif entry["event"] == "RunStarted":
-                self._per_worker = int(entry["data"]["settings"]["slots_per_worker"])
+                settings = entry["data"].get("settings", {})
+                self._per_worker = int(settings.get("slots_per_worker", 1))
         for interval in slot_intervals(entries):
             if interval.holder == "drafter":
                 self._of_epoch[interval.epoch].append(interval.slot)
@@ -69,10 +70,10 @@ class _Leases:
     def _slots(self, span: SpanRecord) -> Iterable[int]:
         match WORK[span.name]:
             case "engine":
-                first = int(span.attributes["worker"]) * self._per_worker
+                first = int(span.attributes.get("worker", 0)) * self._per_worker
                 return range(first, first + self._per_worker)
             case "drafter":
-                return self._of_epoch.get(int(span.attributes["epoch"]), ())
+                return self._of_epoch.get(int(span.attributes.get("epoch", 0)), ())
             case _:
                 return tuple(self._of_slot)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError, DataLoss, WeightsError
+from paceline.errors import ConfigError, DataLoss, FailedPrecondition, WeightsError
 from paceline.local.patience import patient
 from paceline.models.config import check_model
 from paceline.ranks.messages import Failed
-from policy_trainer.driver import News
+from paceline.v1 import policy_pb2 as pb
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.driver import News, PolicyDriver
 from policy_trainer.messages import (
     MESSAGES,
     Batched,
@@ -24,7 +26,7 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.server import _response, require_fresh
+from policy_trainer.server import PolicyServicer, _response, require_fresh
 
 
 def test_the_parent_imports_no_torch() -> None:
@@ -52,6 +54,14 @@ def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_pat
     require_fresh(tmp_path, resume=True)
     with pytest.raises(ConfigError, match="resume=true"):
         require_fresh(tmp_path, resume=False)
+
+
+async def test_a_step_on_fewer_slots_than_ranks_is_refused(tmp_path: Path) -> None:
+    about = {"run": {"id": "r", "dir": str(tmp_path)}, "ranks": 2}
+    config = PolicyTrainerConfig.model_validate(about)
+    servicer = PolicyServicer(config, PolicyDriver(config))
+    with pytest.raises(FailedPrecondition, match="seen: 1 slots; allowed: 2 or more"):
+        await anext(servicer.TrainStep(pb.TrainStepRequest(slots=[0]), None))
 
 
 def test_every_field_of_the_news_of_a_step_is_sent() -> None:

@@ -1,0 +1,116 @@
+"""Checks what a whole run asks of its machine before anything is started: slots, ranks, memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.config import load_config
+from paceline.errors import PacelineError
+from paceline.local import memory_plan
+from paceline.local.memory_plan import RunPlan, ServicePlan, shown
+from paceline.local.processes import usable_cores
+from paceline.models.config import read_config
+from paceline.plugins import import_object
+
+_SETTINGS = {
+    "coordinator": "coordinator.config:CoordinatorConfig",
+    "gateway": "rollout_gateway.config:GatewayConfig",
+    "policy_trainer": "policy_trainer.config:PolicyTrainerConfig",
+    "drafter_trainer": "drafter_trainer.config:DrafterTrainerConfig",
+}
+_ITEM = {"float32": 4, "bfloat16": 2}
+_NVIDIA_SMI_S = 20.0
+
+
+class Checked(NamedTuple):
+    """What a run gets."""
+
+    lines: list[str]
+    """To be shown: one a service, and a warning where memory is short."""
+    overrides: list[str]
+    """Settings that follow from the others."""
+
+
+def plan_run(files: Sequence[Path], overrides: Sequence[str]) -> Checked:
+    """The plan of a run's settings.
+
+    Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
+    """
+    found = {
+        name: load_config(import_object(path), name, files, overrides)
+        for name, path in _SETTINGS.items()
+    }
+    gateway, policy = found["gateway"], found["policy_trainer"]
+    gpus = gpu_bytes() if policy.device != "cpu" else []
+    per_worker = found["coordinator"].slots_per_worker
+    if gateway.engine.kind == "sglang":
+        memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
+    slots, cores = gateway.worker_count * per_worker, usable_cores()
+    ranks = memory_plan.policy_ranks(policy.ranks, slots, cores=cores, on_gpus=bool(gpus))
+    lines = _memory(found, ranks, gpus)
+    return Checked(lines, [f"policy_trainer.ranks={ranks}"])
+
+
+def _memory(found: dict[str, Any], ranks: int, gpus: list[int]) -> list[str]:
+    gateway, policy, drafter = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
+    )
+    try:
+        model = read_config(gateway.model_dir)
+    except PacelineError as error:
+        return [f"no memory plan: {error}"]  # its service says what is wrong with a model
+    engine, on_gpus = _engine(gateway, model, gpus)
+    plan = RunPlan(
+        engine,
+        memory_plan.policy_plan(model, ranks=ranks, reshard=policy.reshard_after_forward),
+        memory_plan.drafter_plan(model, ranks=drafter.ranks),
+    )
+    if gpus and on_gpus and drafter.device == "cuda":
+        plan.check(min(gpus))
+        return list(map(str, plan.services))
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = sum(one.devices * one.total for one in plan.services)
+    short = f"memory may run short: {shown(needed)} of {shown(ram)}"
+    return [*map(str, plan.services), *([short] if needed > ram else [])]
+
+
+def _engine(gateway: Any, model: Any, gpus: list[int]) -> tuple[ServicePlan, bool]:
+    """The plan of the engine's workers, and whether they compute on GPUs."""
+    engine, workers = gateway.engine, gateway.worker_count
+    item, own = _ITEM[engine.dtype], engine.sglang
+    if engine.kind == "sglang" and own.device != "cpu" and gpus:
+        plan = memory_plan.sglang_plan(
+            model,
+            workers=workers,
+            tensor_parallel=own.tensor_parallel_size,
+            item=item,
+            pool=int(own.memory_fraction * min(gpus)),
+            saver=own.memory_saver,
+        )
+        return plan, True
+    slots = engine.max_batch + (engine.embedded.prefix_slots if engine.kind == "embedded" else 0)
+    tokens = min(engine.max_sequence_tokens, model.max_position_embeddings)
+    saver = engine.embedded.memory_saver
+    return memory_plan.embedded_plan(
+        model, workers=workers, slots=slots, tokens=tokens, item=item, saver=saver
+    ), False
+
+
+def gpu_bytes() -> list[int]:
+    """Memory of each GPU, as the driver's tool says; none where there is no such tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []  # a tool without a driver
+    return [int(line) << 20 for line in said.stdout.split() if line.isdigit()]

@@ -1,0 +1,161 @@
+"""What each service of a run takes of a device's memory, in bytes, before anything is started.
+
+Counted are weights, gradients, Adam's two moments, and keys and values; activations, hidden states
+and what libraries keep for themselves come on top. A model's numbers follow from its config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+
+FLOAT = 4
+"""Bytes of a number that is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """One service on each of its devices."""
+
+    service: str
+    devices: int
+    parts: Mapping[str, int]
+    """Bytes by what they hold."""
+    stays: int
+    """Bytes of them that remain while another service computes there."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {shown(size)}" for name, size in self.parts.items())
+        return f"{self.service}: {self.devices} x {shown(self.total)} ({parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The services that share a run's devices."""
+
+    engine: ServicePlan
+    policy: ServicePlan
+    drafter: ServicePlan
+
+    @property
+    def services(self) -> tuple[ServicePlan, ...]:
+        """In the order of the data."""
+        return self.engine, self.policy, self.drafter
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes on a device that all of them share, by whose turn it is."""
+        kept = {plan.service: plan.stays for plan in self.services}
+        return {
+            plan.service: plan.total + sum(kept.values()) - plan.stays for plan in self.services
+        }
+
+    def check(self, device_bytes: int) -> None:
+        """Raises ConfigError where somebody's turn does not fit a device."""
+        service, most = max(self.peaks.items(), key=lambda turn: turn[1])
+        if most > device_bytes:
+            raise ConfigError(
+                f"a GPU is too small for the turn of {service}: "
+                + "; ".join(map(str, self.services)),
+                seen=f"{shown(most)}",
+                allowed=f"{shown(device_bytes)}, with another model, more GPUs, memory_saver, "
+                "a smaller memory_fraction or reshard_after_forward",
+            )
+
+
+def parameters(model: ModelConfig) -> int:
+    """Weights of a model: matrices and embeddings; norms and biases are no matter."""
+    embeddings = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
+    return embeddings + model.num_layers * layer_parameters(model)
+
+
+def layer_parameters(model: ModelConfig) -> int:
+    """Weights of one decoder layer."""
+    heads = (
+        2 * model.num_heads * model.head_dim + model.kv_width
+    )  # queries and output, keys, values
+    return model.hidden_size * (heads + 3 * model.intermediate_size)
+
+
+def embedded_plan(
+    model: ModelConfig, *, workers: int, slots: int, tokens: int, item: int, saver: bool
+) -> ServicePlan:
+    """Workers with `slots` sequences of `tokens` tokens each; `item`: bytes of a number."""
+    weights = item * parameters(model)
+    keys = item * slots * tokens * model.num_layers * model.kv_width
+    parts = {"weights": weights, "keys and values": keys}
+    return ServicePlan("gateway", workers, parts, 0 if saver else weights)
+
+
+def sglang_plan(
+    model: ModelConfig, *, workers: int, tensor_parallel: int, item: int, pool: int, saver: bool
+) -> ServicePlan:
+    """Workers that take `pool` bytes of each of their GPUs. Raises ConfigError when the weights
+    leave nothing of them to keys and values.
+    """
+    weights = item * parameters(model) // tensor_parallel
+    if weights >= pool:
+        raise ConfigError(
+            "gateway.engine.sglang.memory_fraction leaves no room for keys and values",
+            seen=f"{shown(pool)} of a GPU",
+            allowed=f"more than the weights, {shown(weights)}",
+        )
+    parts = {"weights": weights, "keys and values": pool - weights}
+    return ServicePlan("gateway", workers * tensor_parallel, parts, 0 if saver else pool)
+
+
+def policy_plan(model: ModelConfig, *, ranks: int, reshard: bool) -> ServicePlan:
+    """FSDP2 over `ranks` in float32: each has its share, and what it gathers for a step."""
+    count = parameters(model)
+    share = -(-FLOAT * count // ranks)
+    gathered = 0
+    if ranks > 1:
+        gathered = FLOAT * (layer_parameters(model) if reshard else count)
+    parts = {"weights": share, "gradients": share, "optimizer": 2 * share, "gathered": gathered}
+    return ServicePlan("policy_trainer", ranks, parts, 3 * share)
+
+
+def drafter_plan(model: ModelConfig, *, ranks: int) -> ServicePlan:
+    """A drafter of one layer like the model's, and the model's embedding and head."""
+    layer = layer_parameters(model) + 2 * model.hidden_size**2
+    share = -(-FLOAT * layer // ranks)
+    head = 2 * FLOAT * model.vocab_size * model.hidden_size
+    parts = {"weights": share, "gradients": share, "optimizer": 2 * share, "policy's head": head}
+    return ServicePlan("drafter_trainer", ranks, parts, 0)
+
+
+def policy_ranks(wanted: int, slots: int, *, cores: int, on_gpus: bool) -> int:
+    """Ranks of the policy trainer, one a leased slot: all slots of a GPU run, on CPU at most two.
+
+    Raises ConfigError for more than there are slots.
+    """
+    if wanted > slots:
+        raise ConfigError(
+            "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
+            seen=f"{wanted} ranks",
+            allowed=f"0 to {slots}, the slots of the engine's workers",
+        )
+    return wanted or (slots if on_gpus else min(2, cores, slots))
+
+
+def check_slots_per_worker(slots_per_worker: int, tensor_parallel: int) -> None:
+    """Raises ConfigError where a worker holds other slots than it computes on."""
+    if slots_per_worker != tensor_parallel:
+        raise ConfigError(
+            "coordinator.slots_per_worker is not the number of GPUs of a worker",
+            seen=slots_per_worker,
+            allowed=f"{tensor_parallel} (gateway.engine.sglang.tensor_parallel_size)",
+        )
+
+
+def shown(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**20:,.0f} MiB"
