@@ -113,6 +113,7 @@ class Gateway:
             self.router.loans,
             self.router.count,
             EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS),
+            config.spool and config.spool / "lent.json",
         )
 
     async def start(self) -> None:
@@ -123,6 +124,7 @@ class Gateway:
         """
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
+        self.lending.take_up()
         await self.router.start()
         self.outbox.start()
         self.publisher.start(wire.rows_from(self.router.ready))

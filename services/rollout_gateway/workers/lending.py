@@ -7,9 +7,18 @@ begin again elsewhere; where all workers are lent they wait.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 
-from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, Unavailable
+from paceline.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidInput,
+    PacelineError,
+    ResourceExhausted,
+    Unavailable,
+)
 from paceline.rpc import EpochGuard
 from paceline.telemetry import get_logger, span
 from paceline.v1 import engine_pb2 as pb
@@ -43,6 +52,16 @@ class Loans:
         self._place = place
         self.on_return: Callable[[WorkerProcess], Awaitable[None]] | None = None
         """Awaited when a lent worker comes back: takes its memory and checks what it serves."""
+
+    @property
+    def lent(self) -> list[int]:
+        """Workers that have given their memory back."""
+        return [seat.index for seat in self._seats if seat.lent]
+
+    def keep(self, workers: Iterable[int]) -> None:
+        """These give their memory back as soon as they start, and get no request."""
+        for index in workers:
+            self._seats[index].released = self._seats[index].lent = True
 
     def release(self, index: int) -> None:
         """No request goes to the worker any more: to others, or it waits. Idempotent."""
@@ -128,17 +147,48 @@ async def _ends_within(seat: Seat, seconds: float) -> bool:
 class Lending:
     """One lease after the other: what an older one still asks for is refused."""
 
-    def __init__(self, loans: Loans, workers: int, guard: EpochGuard) -> None:
-        """guard: of its own, since a push under the lease before stays welcome."""
+    def __init__(self, loans: Loans, workers: int, guard: EpochGuard, file: Path | None) -> None:
+        """guard: of its own, since a push under the lease before stays welcome. `file`: keeps which
+        workers are lent out over a restart; None forgets it.
+        """
         self._loans = loans
+        self._file = file
         self._workers = workers
         self._guard = guard
         self._turn = asyncio.Lock()
 
+    def take_up(self) -> None:
+        """What was lent when the process before this one ended is lent still. Before workers start.
+
+        Raises DataLoss when the file is damaged.
+        """
+        if self._file is None or not self._file.exists():
+            return
+        try:
+            lent = [int(index) for index in json.loads(self._file.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise DataLoss(
+                f"{self._file} does not say which workers are lent",
+                seen=str(error)[:120],
+                allowed="remove it when no trainer of the run is alive",
+            ) from error
+        self._loans.keep(index for index in lent if 0 <= index < self._workers)
+
+    def _note(self, lent: Iterable[int]) -> None:
+        if self._file is None:
+            return
+        temporary = self._file.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(sorted(lent)), encoding="utf-8")
+            temporary.replace(self._file)
+        except OSError as error:
+            raise ResourceExhausted(f"{self._file} cannot be written", seen=error) from error
+
     async def release(self, context: CommandContext, workers: Iterable[int]) -> dict[int, int]:
         """Bytes that each of the workers has given back, under a new lease of its slots.
 
-        Raises StaleEpoch, InvalidInput for a worker that is not there, and what Loans.lend does.
+        Raises StaleEpoch, InvalidInput for a worker that is not there, ResourceExhausted on a full
+        disk, and what Loans.lend does.
         """
         wanted = sorted(set(workers))
         if unknown := [index for index in wanted if index >= self._workers]:
@@ -146,16 +196,20 @@ class Lending:
             raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
         async with self._turn:
             self._guard.check(context)
+            self._note({*self._loans.lent, *wanted})
             with span("workers.release", workers=wanted, epoch=context.epoch) as current:
                 freed = await asyncio.gather(*(self._loans.lend(index) for index in wanted))
                 current.set_attribute("released_bytes", sum(freed))
         return dict(zip(wanted, freed, strict=True))
 
     async def resume(self, context: CommandContext) -> list[int]:
-        """The workers that had been lent out and serve again. Raises StaleEpoch."""
+        """The workers that had been lent out and serve again. Raises StaleEpoch, and
+        ResourceExhausted on a full disk.
+        """
         async with self._turn:
             self._guard.check(context)
             with span("workers.resume", epoch=context.epoch) as current:
                 back = await self._loans.take_back()
                 current.set_attribute("workers", back)
+            self._note(())
         return back

@@ -179,6 +179,21 @@ async def test_workers_that_are_lent_answer_nobody_and_come_back_with_what_was_c
             await stub.ReleaseWorkers(unknown, timeout=patience)
 
 
+async def test_a_restarted_gateway_leaves_lent_slots_to_their_holders(serve_gateway: Any) -> None:
+    async with serve_gateway() as served:
+        released = rpb.ReleaseWorkersRequest(context=lease(1), workers=[0])
+        await served.stub.ReleaseWorkers(released, timeout=patient(20))
+    async with serve_gateway(queue={"wait_s": 0.1}) as served:
+        asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
+        assert (await served.http.post("/v1/completions", json=asked)).status_code == 503
+        resumed = rpb.ResumeWorkersRequest(context=lease(2))
+        back = await served.stub.ResumeWorkers(resumed, timeout=patient(20))
+        assert list(back.workers) == [0]
+        assert (await served.http.post("/v1/completions", json=asked)).status_code == 200
+    async with serve_gateway() as served:
+        assert (await served.http.post("/v1/completions", json=asked)).status_code == 200
+
+
 async def test_a_request_that_waits_too_long_for_lent_workers_is_told_why(
     serve_gateway: Any,
 ) -> None:
