@@ -92,7 +92,7 @@ def embedded_plan(
     weights = item * parameters(model)
     keys = item * slots * tokens * model.num_layers * model.kv_width
     parts = {"weights": weights, "keys and values": keys}
-    return ServicePlan("gateway", workers, parts, 0 if saver else weights)
+    return ServicePlan("gateway", workers, parts, 0 if saver else weights + keys)
 
 
 def sglang_plan(

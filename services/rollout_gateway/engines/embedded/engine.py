@@ -71,12 +71,11 @@ class EmbeddedEngine:
         self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
         self._admission = admission
         self._device_tflops = device_tflops
-        self._memory = EngineMemory(
-            {
-                MemoryTag.WEIGHTS: MemoryPart(weights.release, weights.resume),
-                MemoryTag.KV_CACHE: MemoryPart(self._release_cache, store.allocate),
-            }
-        )
+        parts = {
+            MemoryTag.WEIGHTS: MemoryPart(weights.release, weights.resume),
+            MemoryTag.KV_CACHE: MemoryPart(self._release_cache, store.allocate),
+        }
+        self._memory = EngineMemory(parts if weights.memory_saver else {})
         capabilities = {
             Capability.PENALTIES: True,
             Capability.CAPTURE: capture.possible,
@@ -220,14 +219,16 @@ class EmbeddedEngine:
         """See Engine.merge_evidence."""
         self._speculation.bandit.merge(evidence)
 
+    @torch.inference_mode()
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
-        """See Engine.release_memory; weights go with engine.embedded.memory_saver alone."""
+        """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
         return self._memory.release(tags, self._unfinished)
 
     def _release_cache(self) -> int:
         self._prefixes.forget()
         return self._store.release()
 
+    @torch.inference_mode()
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.resume_memory."""
         self._memory.resume(tags)

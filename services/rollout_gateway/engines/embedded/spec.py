@@ -30,8 +30,8 @@ class EmbeddedConfig(Config):
     first steps, a C++ compiler, and on the CPU measured no gain.
     """
     memory_saver: bool = False
-    """Free the policy's weights as well while a worker's slot is lent out, and read them again
-    from their files before it generates; else its keys and values alone are freed.
+    """Free keys, values and the policy's weights while a worker's slot is lent out; the weights are
+    read again from their files. Else nothing is freed: fresh pages cost a small model's step more.
     """
     prefix_slots: int = Field(default=32, ge=0)
     """Ended requests kept for prompts that begin alike, each as large as a running one; 0: no

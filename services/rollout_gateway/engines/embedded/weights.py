@@ -41,6 +41,11 @@ class EngineWeights:
         )
 
     @property
+    def memory_saver(self) -> bool:
+        """Whether the policy can be read again."""
+        return self._directory is not None
+
+    @property
     def versions(self) -> VersionSet:
         """Serving set."""
         return self._prepared.serving
