@@ -75,7 +75,7 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
 def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_gone(
     tmp_path: Path,
 ) -> None:
-    process = demo(tmp_path, "--steps", "4", *SMALL)
+    process = demo(tmp_path, "--steps", "4", *SMALL, "run.heartbeat_s=0")
     lines = wait_for(process, "step 2/4")
     coordinator, run = pid_of(lines, "coordinator"), tmp_path / "demo-0-1"
     os.kill(coordinator, signal.SIGSTOP)  # what serves now goes on serving
