@@ -21,6 +21,7 @@ from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
 from coordinator.machine.state import IN_STEP, OPTIONAL, Phase, Service, State
 from coordinator.machine.step import step
+from coordinator.metrics import SLOT_TIME
 from coordinator.stall import StallWatch
 from coordinator.step_span import StepSpan
 from coordinator.transitions import Publish, Transitions
@@ -123,6 +124,8 @@ class Runner:
                 self._queue.put_nowait(events.StepBegan(self.now(), number, traceparent))
             case commands.CloseStep():
                 self._span.end()
+                for use, seconds in self.transitions.records.finished[-1].slot_s.items():
+                    SLOT_TIME.record(seconds, use=use)
             case commands.Refuse(event, seen, current):
                 self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case commands.FinishRun():

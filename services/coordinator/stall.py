@@ -14,7 +14,7 @@ from coordinator.machine.step import LIVE
 from coordinator.metrics import STALLED
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
-from paceline.rpc.progress import ASK_S, Activity, ask_progress, chain_text, wait_chain
+from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
 from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
@@ -85,7 +85,8 @@ class StallWatch:
         parts = (await self.progress()).parts
         chain = wait_chain(parts, NAME)
         still_s = min(part.still_s for part in chain if part.doing)
-        if still_s < self._alarm_s:
+        nobody_came = chain[-1].name == AGENTS and self._calls.config.open_traffic
+        if still_s < self._alarm_s or nobody_came:
             self._over()
             return still_s
         self._tell(still_s, chain)

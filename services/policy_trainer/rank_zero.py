@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
+from paceline.rpc.progress import REDIS
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.tensors import NamedTensor
@@ -96,7 +97,7 @@ class RankZero:
         """The batch of a step, its record on disk; None when that failed and the parent has been
         told.
         """
-        self.tell(Doing(f"collects the groups of step {command.sender.step}", "redis"))
+        self.tell(Doing(f"collects the groups of step {command.sender.step}", REDIS))
         wanted = Wanted(
             step=command.sender.step,
             policy_version=command.policy_version,

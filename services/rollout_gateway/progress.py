@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from paceline.local.processes import stopped
+from paceline.rpc.progress import AGENTS, REDIS
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.workers.placement import Seat
-
-AGENTS, REDIS = "agents", "redis"
 
 
 async def progress(gateway: Gateway) -> GetProgressResponse:

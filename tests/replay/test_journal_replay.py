@@ -98,6 +98,18 @@ async def test_a_replayed_journal_gives_the_same_state_and_records(
     assert step(replayed, events.Resumed(11.0, 2))[1] == (again,)
 
 
+def test_each_slot_second_of_a_step_went_into_one_use() -> None:
+    (record,) = played(EVENTS)[1].finished
+    assert dict(record.slot_s) == {
+        "generating": 2 * 2.0 + (6.0 - 4.0),  # both until ShareDone, one until TasksFinished
+        "policy": 2 * (8.0 - 6.5),
+        "drafter": 6.5 - 4.5,  # from DrafterActivated to Preempted
+        "transferring": (4.5 - 4.0) + 2 * (9.0 - 8.0),  # its way onto the slot; push and commit
+        "idle": 6.5 - 6.0,  # the other slot, until the drafter has left
+    }
+    assert sum(record.slot_s.values()) == 2 * record.step_s
+
+
 async def test_a_replayed_journal_waits_for_the_same_groups(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:

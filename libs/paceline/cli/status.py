@@ -7,9 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.access import Coordinator
+from paceline.cli.doctor import counts_text
 from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
 from paceline.rpc import rpc_errors
+from paceline.rpc.progress import ask_progress
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -24,6 +26,7 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         with rpc_errors():
             snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
+        progress = await ask_progress(connection, DEADLINE_S)
 
     console.print(
         f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
@@ -42,6 +45,11 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         )
 
     console.print(slots)
+    for part in progress.parts[1:]:  # the first one's stand above
+        if counts := counts_text(part):
+            console.print(f"{part.name}: {counts}", highlight=False, soft_wrap=True)
+    if progress.alarm:
+        console.print(f"[bold red]{escape(progress.alarm)}[/]", highlight=False, soft_wrap=True)
     if snapshot.last_step.step_s:
         line = step_line(snapshot.last_step, snapshot.total_steps)
         console.print(f"last: {line}", highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ from paceline.report.charts import (
     waterfall,
 )
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
-from paceline.report.slots import SlotInterval, held_seconds
+from paceline.report.slots import USES, SlotInterval
 from paceline.report.spans import Edge, SpanRecord
 from paceline.report.summary import Summary, ratio
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -60,7 +60,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
         ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
         ("Response length", "tokens of a response", _lengths(records)),
         ("Where a step's time went", "wall seconds of each step", _step_time(records)),
-        ("What the slots did", "slot-seconds of each step by holder", _slot_shares(history)),
+        ("What the slots did", "slot-seconds of each step by use", _slot_uses(records)),
         ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
     ]
 
@@ -158,6 +158,7 @@ def counts_table(summary: Summary) -> str:
         ("drafter optimiser steps", summary["drafter_steps"]),
         ("gate decisions", _counted(summary["gate_decisions"])),
         ("samples with a near-tie draw", summary["near_ties"]),
+        ("slot-seconds", _uses(summary)),
         ("wait for a drafter-held slot", _percent(summary["preempt_wait_share"])),
         ("trace shown", summary["trace_id"]),
         ("processes", ", ".join(f"{name} {pid}" for name, pid in summary["pids"].items())),
@@ -169,6 +170,15 @@ def counts_table(summary: Summary) -> str:
         for name, value in rows
     )
     return f"<table class='facts'><tbody>{cells}</tbody></table>"
+
+
+def _uses(summary: Summary) -> str:
+    """Shares of the slots' time, and how much of it they make up."""
+    used, wall_s = summary["slot_s"], summary["slot_wall_s"]
+    if not wall_s:
+        return "not measured"
+    shares = [f"{use} {seconds / wall_s:.1%}" for use, seconds in used.items()]
+    return f"{', '.join(shares)}; together {sum(used.values()) / wall_s:.1%} of slots times wall"
 
 
 def _counted(counts: Mapping[str, int]) -> str:
@@ -267,20 +277,11 @@ def _step_time(records: Sequence[StepRecord]) -> str:
     )
 
 
-def _slot_shares(history: RunHistory) -> str:
-    by_step: dict[int, list[SlotInterval]] = {}
-    for interval in history.intervals:
-        by_step.setdefault(interval.step, []).append(interval)
-    columns = []
-    for window in history.windows:
-        steps = (window.step - 1, window.step, window.step + 1)
-        near = [one for step in steps for one in by_step.get(step, [])]
-        held = [held_seconds(near, holder, [window]) for holder in HOLDERS]
-        columns.append((float(window.step + 1), held))
+def _slot_uses(records: Sequence[StepRecord]) -> str:
     return stacked_columns(
-        [_HOLDER_NAMES[holder] for holder in HOLDERS],
-        columns,
-        colors=list(HOLDERS.values()),
+        list(USES),
+        _by_step(records, lambda record: [record.slot_s[use] for use in USES]),
+        colors=["c0", "c1", "c2", "c5", "c7"],
         y_label="slot-seconds",
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
-from paceline.report.slots import slot_seconds
+from paceline.report.slots import USES, slot_seconds
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 
@@ -55,6 +55,7 @@ def summarize(
         "drafter_versions": len({served.drafter for served in history.served}),
         "gate_decisions": dict(history.decisions),
         **slot_seconds(history.intervals, history.windows, history.slots),
+        "slot_s": {use: sum(record.slot_s[use] for record in records) for use in USES},
         "slots": history.slots,
         "drafter_steps": drafter_steps,
         "drafter_steps_per_rl_step": ratio(drafter_steps, len(records)),

@@ -18,6 +18,8 @@ from paceline.v1.progress_pb2_grpc import (
 )
 
 SERVICE_NAME = "paceline.v1.ProgressService"
+AGENTS, REDIS = "agents", "redis"
+"""Whom parts wait for that are no parts themselves."""
 ASK_S = 2.0
 """Who has not answered by then is in trouble."""
 _NOTHING: Mapping[str, int] = {}

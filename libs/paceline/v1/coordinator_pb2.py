@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/v1/coordinator.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"\x8d\x01\n\tSlotRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12#\n\x06holder\x18\x03 \x01(\x0e\x32\x13.paceline.v1.Holder\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12.\n\x0cworker_state\x18\x05 \x01(\x0e\x32\x18.paceline.v1.WorkerState\"\x14\n\x12GetSnapshotRequest\"\xf4\x01\n\x13GetSnapshotResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x04\x12\r\n\x05phase\x18\x04 \x01(\t\x12%\n\x05slots\x18\x05 \x03(\x0b\x32\x16.paceline.v1.SlotRange\x12)\n\x08versions\x18\x06 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12*\n\tlast_step\x18\x07 \x01(\x0b\x32\x17.paceline.v1.StepRecord\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12\x0c\n\x04\x61way\x18\t \x03(\t\"\xbf\x05\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x08versions\x18\x02 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x13\n\x0breward_mean\x18\x03 \x01(\x01\x12\x17\n\x0fresponse_tokens\x18\x04 \x01(\x04\x12\x11\n\trollout_s\x18\x05 \x01(\x01\x12\x10\n\x08policy_s\x18\x06 \x01(\x01\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x15\n\raccept_length\x18\x08 \x01(\x01\x12:\n\narm_rounds\x18\t \x03(\x0b\x32&.paceline.v1.StepRecord.ArmRoundsEntry\x12\x15\n\rdrafter_steps\x18\n \x01(\x04\x12\x16\n\x0e\x64rafter_slot_s\x18\x0b \x01(\x01\x12\x16\n\x0epreempt_wait_s\x18\x0c \x01(\x01\x12\x33\n\x06policy\x18\r \x03(\x0b\x32#.paceline.v1.StepRecord.PolicyEntry\x12=\n\x0b\x65valuations\x18\x0e \x03(\x0b\x32(.paceline.v1.StepRecord.EvaluationsEntry\x12\x13\n\x0btokens_hash\x18\x0f \x01(\t\x12\x11\n\tnear_ties\x18\x10 \x01(\r\x12\x15\n\rfinished_at_s\x18\x11 \x01(\x01\x12\x10\n\x08trace_id\x18\x12 \x01(\t\x12!\n\x19response_length_quantiles\x18\x13 \x03(\r\x1a\x30\n\x0e\x41rmRoundsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bPolicyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10\x45valuationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x10ListStepsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\";\n\x11ListStepsResponse\x12&\n\x05steps\x18\x01 \x03(\x0b\x32\x17.paceline.v1.StepRecord\"\x10\n\x0eStopRunRequest\"&\n\x0fStopRunResponse\x12\x13\n\x0btotal_steps\x18\x01 \x01(\x04\"\xf5\x02\n\x04\x46\x61\x63t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01\x12*\n\nstep_began\x18\x04 \x01(\x0b\x32\x16.paceline.v1.StepBegan\x12%\n\x05slots\x18\x05 \x03(\x0b\x32\x16.paceline.v1.SlotRange\x12\x38\n\x11version_committed\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.VersionCommitted\x12\x30\n\rstep_finished\x18\x07 \x01(\x0b\x32\x19.paceline.v1.StepFinished\x12.\n\x0crun_finished\x18\x08 \x01(\x0b\x32\x18.paceline.v1.RunFinished\x12\x30\n\rservices_away\x18\t \x01(\x0b\x32\x19.paceline.v1.ServicesAway\"\x1c\n\tStepBegan\x12\x0f\n\x07samples\x18\x01 \x01(\r\" \n\x0cServicesAway\x12\x10\n\x08services\x18\x01 \x03(\t\"=\n\x10VersionCommitted\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\"7\n\x0cStepFinished\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.paceline.v1.StepRecord\"\x1e\n\x0bRunFinished\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t*k\n\x06Holder\x12\x16\n\x12HOLDER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bHOLDER_NONE\x10\x01\x12\x11\n\rHOLDER_ENGINE\x10\x02\x12\x11\n\rHOLDER_POLICY\x10\x03\x12\x12\n\x0eHOLDER_DRAFTER\x10\x04*\xb1\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x1b\n\x17WORKER_STATE_GENERATING\x10\x02\x12\x19\n\x15WORKER_STATE_RELEASED\x10\x03\x12\x19\n\x15WORKER_STATE_TRAINING\x10\x04\x12\x1a\n\x16WORKER_STATE_COMPLETED\x10\x05\x32\xf8\x01\n\x12\x43oordinatorService\x12P\n\x0bGetSnapshot\x12\x1f.paceline.v1.GetSnapshotRequest\x1a .paceline.v1.GetSnapshotResponse\x12J\n\tListSteps\x12\x1d.paceline.v1.ListStepsRequest\x1a\x1e.paceline.v1.ListStepsResponse\x12\x44\n\x07StopRun\x12\x1b.paceline.v1.StopRunRequest\x1a\x1c.paceline.v1.StopRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/v1/coordinator.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"\x8d\x01\n\tSlotRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12#\n\x06holder\x18\x03 \x01(\x0e\x32\x13.paceline.v1.Holder\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12.\n\x0cworker_state\x18\x05 \x01(\x0e\x32\x18.paceline.v1.WorkerState\"\x14\n\x12GetSnapshotRequest\"\xf4\x01\n\x13GetSnapshotResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x04\x12\r\n\x05phase\x18\x04 \x01(\t\x12%\n\x05slots\x18\x05 \x03(\x0b\x32\x16.paceline.v1.SlotRange\x12)\n\x08versions\x18\x06 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12*\n\tlast_step\x18\x07 \x01(\x0b\x32\x17.paceline.v1.StepRecord\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12\x0c\n\x04\x61way\x18\t \x03(\t\"\xa1\x06\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x08versions\x18\x02 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x13\n\x0breward_mean\x18\x03 \x01(\x01\x12\x17\n\x0fresponse_tokens\x18\x04 \x01(\x04\x12\x11\n\trollout_s\x18\x05 \x01(\x01\x12\x10\n\x08policy_s\x18\x06 \x01(\x01\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x15\n\raccept_length\x18\x08 \x01(\x01\x12:\n\narm_rounds\x18\t \x03(\x0b\x32&.paceline.v1.StepRecord.ArmRoundsEntry\x12\x15\n\rdrafter_steps\x18\n \x01(\x04\x12\x16\n\x0e\x64rafter_slot_s\x18\x0b \x01(\x01\x12\x16\n\x0epreempt_wait_s\x18\x0c \x01(\x01\x12\x33\n\x06policy\x18\r \x03(\x0b\x32#.paceline.v1.StepRecord.PolicyEntry\x12=\n\x0b\x65valuations\x18\x0e \x03(\x0b\x32(.paceline.v1.StepRecord.EvaluationsEntry\x12\x13\n\x0btokens_hash\x18\x0f \x01(\t\x12\x11\n\tnear_ties\x18\x10 \x01(\r\x12\x15\n\rfinished_at_s\x18\x11 \x01(\x01\x12\x10\n\x08trace_id\x18\x12 \x01(\t\x12!\n\x19response_length_quantiles\x18\x13 \x03(\r\x12\x32\n\x06slot_s\x18\x14 \x03(\x0b\x32\".paceline.v1.StepRecord.SlotSEntry\x1a\x30\n\x0e\x41rmRoundsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bPolicyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x32\n\x10\x45valuationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nSlotSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x10ListStepsRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\";\n\x11ListStepsResponse\x12&\n\x05steps\x18\x01 \x03(\x0b\x32\x17.paceline.v1.StepRecord\"\x10\n\x0eStopRunRequest\"&\n\x0fStopRunResponse\x12\x13\n\x0btotal_steps\x18\x01 \x01(\x04\"\xf5\x02\n\x04\x46\x61\x63t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01\x12*\n\nstep_began\x18\x04 \x01(\x0b\x32\x16.paceline.v1.StepBegan\x12%\n\x05slots\x18\x05 \x03(\x0b\x32\x16.paceline.v1.SlotRange\x12\x38\n\x11version_committed\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.VersionCommitted\x12\x30\n\rstep_finished\x18\x07 \x01(\x0b\x32\x19.paceline.v1.StepFinished\x12.\n\x0crun_finished\x18\x08 \x01(\x0b\x32\x18.paceline.v1.RunFinished\x12\x30\n\rservices_away\x18\t \x01(\x0b\x32\x19.paceline.v1.ServicesAway\"\x1c\n\tStepBegan\x12\x0f\n\x07samples\x18\x01 \x01(\r\" \n\x0cServicesAway\x12\x10\n\x08services\x18\x01 \x03(\t\"=\n\x10VersionCommitted\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\"7\n\x0cStepFinished\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.paceline.v1.StepRecord\"\x1e\n\x0bRunFinished\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t*k\n\x06Holder\x12\x16\n\x12HOLDER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bHOLDER_NONE\x10\x01\x12\x11\n\rHOLDER_ENGINE\x10\x02\x12\x11\n\rHOLDER_POLICY\x10\x03\x12\x12\n\x0eHOLDER_DRAFTER\x10\x04*\xb1\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_STATE_IDLE\x10\x01\x12\x1b\n\x17WORKER_STATE_GENERATING\x10\x02\x12\x19\n\x15WORKER_STATE_RELEASED\x10\x03\x12\x19\n\x15WORKER_STATE_TRAINING\x10\x04\x12\x1a\n\x16WORKER_STATE_COMPLETED\x10\x05\x32\xf8\x01\n\x12\x43oordinatorService\x12P\n\x0bGetSnapshot\x12\x1f.paceline.v1.GetSnapshotRequest\x1a .paceline.v1.GetSnapshotResponse\x12J\n\tListSteps\x12\x1d.paceline.v1.ListStepsRequest\x1a\x1e.paceline.v1.ListStepsResponse\x12\x44\n\x07StopRun\x12\x1b.paceline.v1.StopRunRequest\x1a\x1c.paceline.v1.StopRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPRECORD_POLICYENTRY']._serialized_options = b'8\001'
   _globals['_STEPRECORD_EVALUATIONSENTRY']._loaded_options = None
   _globals['_STEPRECORD_EVALUATIONSENTRY']._serialized_options = b'8\001'
-  _globals['_HOLDER']._serialized_start=1945
-  _globals['_HOLDER']._serialized_end=2052
-  _globals['_WORKERSTATE']._serialized_start=2055
-  _globals['_WORKERSTATE']._serialized_end=2232
+  _globals['_STEPRECORD_SLOTSENTRY']._loaded_options = None
+  _globals['_STEPRECORD_SLOTSENTRY']._serialized_options = b'8\001'
+  _globals['_HOLDER']._serialized_start=2043
+  _globals['_HOLDER']._serialized_end=2150
+  _globals['_WORKERSTATE']._serialized_start=2153
+  _globals['_WORKERSTATE']._serialized_end=2330
   _globals['_SLOTRANGE']._serialized_start=77
   _globals['_SLOTRANGE']._serialized_end=218
   _globals['_GETSNAPSHOTREQUEST']._serialized_start=220
@@ -49,33 +51,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSNAPSHOTRESPONSE']._serialized_start=243
   _globals['_GETSNAPSHOTRESPONSE']._serialized_end=487
   _globals['_STEPRECORD']._serialized_start=490
-  _globals['_STEPRECORD']._serialized_end=1193
-  _globals['_STEPRECORD_ARMROUNDSENTRY']._serialized_start=1046
-  _globals['_STEPRECORD_ARMROUNDSENTRY']._serialized_end=1094
-  _globals['_STEPRECORD_POLICYENTRY']._serialized_start=1096
-  _globals['_STEPRECORD_POLICYENTRY']._serialized_end=1141
-  _globals['_STEPRECORD_EVALUATIONSENTRY']._serialized_start=1143
-  _globals['_STEPRECORD_EVALUATIONSENTRY']._serialized_end=1193
-  _globals['_LISTSTEPSREQUEST']._serialized_start=1195
-  _globals['_LISTSTEPSREQUEST']._serialized_end=1232
-  _globals['_LISTSTEPSRESPONSE']._serialized_start=1234
-  _globals['_LISTSTEPSRESPONSE']._serialized_end=1293
-  _globals['_STOPRUNREQUEST']._serialized_start=1295
-  _globals['_STOPRUNREQUEST']._serialized_end=1311
-  _globals['_STOPRUNRESPONSE']._serialized_start=1313
-  _globals['_STOPRUNRESPONSE']._serialized_end=1351
-  _globals['_FACT']._serialized_start=1354
-  _globals['_FACT']._serialized_end=1727
-  _globals['_STEPBEGAN']._serialized_start=1729
-  _globals['_STEPBEGAN']._serialized_end=1757
-  _globals['_SERVICESAWAY']._serialized_start=1759
-  _globals['_SERVICESAWAY']._serialized_end=1791
-  _globals['_VERSIONCOMMITTED']._serialized_start=1793
-  _globals['_VERSIONCOMMITTED']._serialized_end=1854
-  _globals['_STEPFINISHED']._serialized_start=1856
-  _globals['_STEPFINISHED']._serialized_end=1911
-  _globals['_RUNFINISHED']._serialized_start=1913
-  _globals['_RUNFINISHED']._serialized_end=1943
-  _globals['_COORDINATORSERVICE']._serialized_start=2235
-  _globals['_COORDINATORSERVICE']._serialized_end=2483
+  _globals['_STEPRECORD']._serialized_end=1291
+  _globals['_STEPRECORD_ARMROUNDSENTRY']._serialized_start=1098
+  _globals['_STEPRECORD_ARMROUNDSENTRY']._serialized_end=1146
+  _globals['_STEPRECORD_POLICYENTRY']._serialized_start=1148
+  _globals['_STEPRECORD_POLICYENTRY']._serialized_end=1193
+  _globals['_STEPRECORD_EVALUATIONSENTRY']._serialized_start=1195
+  _globals['_STEPRECORD_EVALUATIONSENTRY']._serialized_end=1245
+  _globals['_STEPRECORD_SLOTSENTRY']._serialized_start=1247
+  _globals['_STEPRECORD_SLOTSENTRY']._serialized_end=1291
+  _globals['_LISTSTEPSREQUEST']._serialized_start=1293
+  _globals['_LISTSTEPSREQUEST']._serialized_end=1330
+  _globals['_LISTSTEPSRESPONSE']._serialized_start=1332
+  _globals['_LISTSTEPSRESPONSE']._serialized_end=1391
+  _globals['_STOPRUNREQUEST']._serialized_start=1393
+  _globals['_STOPRUNREQUEST']._serialized_end=1409
+  _globals['_STOPRUNRESPONSE']._serialized_start=1411
+  _globals['_STOPRUNRESPONSE']._serialized_end=1449
+  _globals['_FACT']._serialized_start=1452
+  _globals['_FACT']._serialized_end=1825
+  _globals['_STEPBEGAN']._serialized_start=1827
+  _globals['_STEPBEGAN']._serialized_end=1855
+  _globals['_SERVICESAWAY']._serialized_start=1857
+  _globals['_SERVICESAWAY']._serialized_end=1889
+  _globals['_VERSIONCOMMITTED']._serialized_start=1891
+  _globals['_VERSIONCOMMITTED']._serialized_end=1952
+  _globals['_STEPFINISHED']._serialized_start=1954
+  _globals['_STEPFINISHED']._serialized_end=2009
+  _globals['_RUNFINISHED']._serialized_start=2011
+  _globals['_RUNFINISHED']._serialized_end=2041
+  _globals['_COORDINATORSERVICE']._serialized_start=2333
+  _globals['_COORDINATORSERVICE']._serialized_end=2581
 # @@protoc_insertion_point(module_scope)

@@ -77,7 +77,7 @@ class GetSnapshotResponse(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepRecord(_message.Message):
-    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles")
+    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s")
     class ArmRoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,13 @@ class StepRecord(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     class EvaluationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SlotSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +125,7 @@ class StepRecord(_message.Message):
     FINISHED_AT_S_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_LENGTH_QUANTILES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     versions: _trajectory_pb2.VersionSet
     reward_mean: float
@@ -137,7 +145,8 @@ class StepRecord(_message.Message):
     finished_at_s: float
     trace_id: str
     response_length_quantiles: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ...) -> None: ...
+    slot_s: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ListStepsRequest(_message.Message):
     __slots__ = ("from_step",)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.journal.slot_account import SlotAccount
 from coordinator.machine import events
 from coordinator.machine.events import Details, Event
 from coordinator.machine.state import Phase, State
@@ -42,6 +43,7 @@ class StepRecords:
         self._detached = carried.detached
         self._drafter_since = carried.drafter_since
         self._pulls: Counter[str] = Counter(carried.pulls)
+        self._account = SlotAccount()  # of a step alone
 
     def carried(self) -> Carried:
         """What `__init__` takes; call it when an event has closed a step."""
@@ -59,6 +61,7 @@ class StepRecords:
 
     def observe(self, before: State, event: Event, after: State) -> StepRecord | None:
         """Takes one transition in; returns the record that it closed or amended."""
+        self._account.observe(before, event, after)
         self._count_drafter_slots(before, event, after)
         self._note_preemption(before, event, after)
         match event:
@@ -90,6 +93,7 @@ class StepRecords:
         trace_id = event.traceparent.split("-")[1] if event.traceparent.count("-") == 3 else ""
         self._open = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
         self._began_s = event.at_s
+        self._account.open()
 
     def _take_rollout(self, details: Details) -> None:
         record = self._open
@@ -136,6 +140,8 @@ class StepRecords:
         record.policy_s = event.at_s - self._rolled_out_s - record.preempt_wait_s
         record.step_s = event.at_s - self._began_s
         record.finished_at_s = event.at_s
+        for use, seconds in self._account.seconds().items():
+            record.slot_s[use] = seconds
         self.finished.append(record)
         self._open = StepRecord()
         return record

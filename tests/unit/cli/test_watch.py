@@ -18,11 +18,13 @@ from paceline.events import FactPublisher
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import Server
+from paceline.rpc.progress import add_progress
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
     add_CoordinatorServiceServicer_to_server,
 )
+from paceline.v1.progress_pb2 import GetProgressResponse, Part
 from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
 
 RUN = "demo-0-1"
@@ -66,6 +68,12 @@ async def run() -> AsyncIterator[tuple[ServiceConfig, Finished, FactPublisher]]:
     config = ServiceConfig.model_validate({"run": {"id": RUN}, "addresses": addresses})
     servicer, server = Finished(), Server(config.addresses.coordinator, config.security)
     server.add(add_CoordinatorServiceServicer_to_server, servicer, "paceline.v1.CoordinatorService")
+    gateway = Part(name="gateway", counts={"offers": 2, "requests_waiting": 0, "open_groups": 1})
+
+    async def progress() -> GetProgressResponse:
+        return GetProgressResponse(parts=[Part(name="coordinator", counts={"steps": 9}), gateway])
+
+    add_progress(server, progress)
     await server.start()
     with FactPublisher(config.addresses.events, RUN) as facts:
         yield config, servicer, facts
@@ -166,4 +174,5 @@ async def test_status_shows_phase_slots_and_the_last_step(
         "serving p0.d0 (set 0)",
     ]
     assert any("drafter" in line and "7" in line for line in lines)
+    assert lines[-2:-1] == ["gateway: offers 2, open groups 1"]
     assert lines[-1].startswith("last: step 3/9")

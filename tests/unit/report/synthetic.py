@@ -17,6 +17,7 @@ STEP_S = 4.0
 EVAL_S = 1.0
 DRAFTER_S = 0.75  # slot 0, in every step
 PREEMPT_WAIT_S = 0.05
+SLOT_S = {"generating": 3.1, "policy": 3.7, "drafter": 0.75, "transferring": 0.4, "idle": 0.05}
 
 
 def _slot(slot: int, holder: str, epoch: int) -> list[Any]:
@@ -58,6 +59,7 @@ def record(step: int, steps: int) -> dict[str, Any]:
         "drafter_steps": str(1 + step % 3),
         "drafter_slot_s": DRAFTER_S,
         "preempt_wait_s": PREEMPT_WAIT_S,
+        "slot_s": SLOT_S,
         "tokens_hash": f"{step:016x}",
         "near_ties": step % 2,
         "finished_at_s": BEGAN_S,
