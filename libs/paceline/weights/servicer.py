@@ -194,8 +194,9 @@ class WeightServicer(WeightServiceServicer):
     async def _commit(self, versions: VersionSet, mode: int) -> None:
         async with self._writer:
             if versions != self._spool.serving:
-                self._check_commit(versions)
-                for target in self._targets:
+                targets = self._awaited()
+                self._check_commit(versions, targets)
+                for target in targets:
                     await self._load((target, part_version(versions, target)))
                 await self._hooks.on_commit(versions, mode)
                 await asyncio.to_thread(self._spool.commit, versions)
@@ -345,13 +346,20 @@ class WeightServicer(WeightServiceServicer):
         await self._hooks.on_prepared(*part, self._spool.path(*part))
         self._loaded.add(part)
 
-    def _check_commit(self, versions: VersionSet) -> None:
+    def _awaited(self) -> tuple[int, ...]:
+        """The targets whose versions must be here for a commit: not the drafter's where nobody
+        knows what has served; workers go without one that is damaged or gone.
+        """
+        without = WEIGHT_TARGET_DRAFTER if self._spool.unknown else None
+        return tuple(target for target in self._targets if target != without)
+
+    def _check_commit(self, versions: VersionSet, targets: tuple[int, ...]) -> None:
         serving = self.serving
         if versions.seq <= serving.seq:
             raise WeightsError(
                 "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
             )
-        for target in self._targets:
+        for target in targets:
             version = part_version(versions, target)
             here = {0, part_version(serving, target)}
             if version not in here and not self._spool.has(target, version):

@@ -72,7 +72,8 @@ class Spool:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._damaged: set[Part] = set()  # as the last check of each has it
-        self._unknown = ""  # what is wrong with versions.json; while it is, every version stays
+        self.unknown = ""
+        """What is wrong with versions.json; while it is, no version goes."""
         self._sets = self._read_sets()
         self._prepared = {part for part in self.spooled() if not self._committed(part)}
 
@@ -136,8 +137,8 @@ class Spool:
 
     def check_sets(self) -> None:
         """Raises DataLoss until the next commit when versions.json was damaged at the start."""
-        if self._unknown:
-            raise DataLoss("nobody knows which set serves", seen=self._unknown)
+        if self.unknown:
+            raise DataLoss("nobody knows which set serves", seen=self.unknown)
 
     def remove(self, target: int, version: int) -> None:
         """Removes a version whatever names it, so that it can be written again."""
@@ -209,7 +210,7 @@ class Spool:
         _write_synced(temporary, json.dumps(described).encode())
         temporary.rename(self._directory / "versions.json")
         _sync_directory(self._directory)
-        self._sets, self._unknown = sets, ""
+        self._sets, self.unknown = sets, ""
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
         self._prepared = {
             (target, version) for target, version in self._prepared if version > committed[target]
@@ -249,7 +250,7 @@ class Spool:
         shutil.rmtree(gone)
 
     def _committed(self, part: Part) -> bool:
-        return bool(self._unknown) or self._named(part, self._sets)
+        return bool(self.unknown) or self._named(part, self._sets)
 
     @staticmethod
     def _named(part: Part, sets: list[VersionSet]) -> bool:
@@ -280,9 +281,9 @@ class Spool:
                 raise ValueError("the sets are not those that were written")
             return [from_object(VersionSet, one) for one in sets][-self._keep :]
         except (ValueError, KeyError, TypeError, RecursionError, DataLoss) as error:
-            self._unknown = f"{path} is damaged: {str(error)[:120]}"
+            self.unknown = f"{path} is damaged: {str(error)[:120]}"
             VERSIONS_DAMAGED.record(target="sets")
-            _log.error("sets_damaged", error=self._unknown)
+            _log.error("sets_damaged", error=self.unknown)
             return []
 
 

@@ -12,7 +12,7 @@ from coordinator.calls.figures import (
     round_costs,
 )
 from coordinator.calls.slots import resume
-from coordinator.calls.weights import QUERY_DEADLINE_S, mend, versions_at_gateway
+from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Evaluation, Service
@@ -27,6 +27,8 @@ from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
 from paceline.v1 import rollout_pb2
 
+_QUERY_DEADLINE_S = 30.0
+
 
 async def run_started(calls: Calls) -> events.RunStarted:
     """The begin of a run with the gateway's workers and the set that it serves.
@@ -35,9 +37,9 @@ async def run_started(calls: Calls) -> events.RunStarted:
     """
     with rpc_errors():
         status = await calls.peers.rollout.GetStatus(
-            rollout_pb2.GetStatusRequest(), timeout=QUERY_DEADLINE_S
+            rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
         )
-    served = await versions_at_gateway(calls)
+    served = await versions_at_gateway(calls, _QUERY_DEADLINE_S)
     if not status.workers:
         raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
     settings = calls.config.machine_settings(len(status.workers))

@@ -21,15 +21,13 @@ from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import abort_version, commit_versions
 from paceline.weights.push import COMMAND_DEADLINE_S
 
-QUERY_DEADLINE_S = 30.0
 
-
-async def versions_at_gateway(calls: Calls) -> GetVersionsResponse:
+async def versions_at_gateway(calls: Calls, deadline_s: float) -> GetVersionsResponse:
     """What the gateway serves, and what of it is damaged. Raises PacelineErrors."""
     stub: Any = WeightServiceStub(calls.peers.channels[Service.GATEWAY])  # type: ignore[no-untyped-call]
     with rpc_errors():
         found: GetVersionsResponse = await stub.GetVersions(
-            GetVersionsRequest(), timeout=QUERY_DEADLINE_S
+            GetVersionsRequest(), timeout=deadline_s
         )
     return found
 
@@ -40,7 +38,8 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
     The trainer pushes the policy again. A drafter is left out by the workers, and the one before it
     serves with the next commit.
     """
-    versions, found = command.versions, await versions_at_gateway(calls)
+    versions = command.versions
+    found = await versions_at_gateway(calls, calls.config.step_deadline_s)
     unknown = versions_from_proto(found.versions) != versions
     if WEIGHT_TARGET_DRAFTER in found.damaged:
         damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -77,11 +77,12 @@ class TaskRuns:
             )
             for share in totals.idle_shares():
                 yield rpb.RunTasksResponse(share=share)
-            async for sample in self._outcomes(jobs, records):
-                yield rpb.RunTasksResponse(sample=sample)
-                ended = totals.add(sample)
-                if ended is not None:
-                    yield rpb.RunTasksResponse(share=ended)
+            async with aclosing(self._outcomes(jobs, records)) as outcomes:
+                async for sample in outcomes:
+                    yield rpb.RunTasksResponse(sample=sample)
+                    ended = totals.add(sample)
+                    if ended is not None:
+                        yield rpb.RunTasksResponse(share=ended)
             finished = await totals.closing(self._gateway)
             describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)
@@ -133,7 +134,7 @@ class TaskRuns:
 
     async def _outcomes(
         self, jobs: list[Job], records: Mapping[str, list[dict[str, Any]]]
-    ) -> AsyncIterator[rpb.SampleFinished]:
+    ) -> AsyncGenerator[rpb.SampleFinished]:
         """Every job's outcome, in the order of their ends. Raises Unavailable as soon as a worker
         cannot start: what serves is damaged, and pushed again before the next call.
         """

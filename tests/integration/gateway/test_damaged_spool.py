@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,13 @@ async def test_over_a_damaged_drafter_workers_serve_the_policy_without_it(
         assert await finish(served) == VersionSet(2, 1, 0)
 
 
+@pytest.mark.parametrize("drafter", [True, False], ids=["drafter", "drafter gone"])
 async def test_over_a_damaged_list_of_sets_no_worker_serves_until_one_is_committed(
-    serve_gateway: Callable[..., Any], spool: Path
+    serve_gateway: Callable[..., Any], spool: Path, drafter: bool
 ) -> None:
     flip(spool / "versions.json")
+    if not drafter:
+        shutil.rmtree(spool / "drafter-1")
     async with serve_gateway(spool_dir=str(spool)) as served:
         assert versions_from_proto((await versions(served)).versions) == VersionSet()
         with pytest.raises(Unavailable, match="what serves is damaged"):
@@ -96,3 +100,4 @@ async def test_over_a_damaged_list_of_sets_no_worker_serves_until_one_is_committ
         context = leased(SecurityConfig(), served.config.run.id, 0, 1)
         await commit_versions(served.channel, context, SERVING)
         assert await finish(served) == SERVING
+        assert (await versions(served)).damaged == ([] if drafter else [WEIGHT_TARGET_DRAFTER])
