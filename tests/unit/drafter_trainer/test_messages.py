@@ -8,7 +8,7 @@ import pytest
 
 from drafter_trainer import messages as m
 from paceline.errors import DataLoss
-from paceline.ranks.messages import Impaired, Save, Saved
+from paceline.ranks.messages import Doing, Impaired, Save, Saved
 
 CONTENDER = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [
@@ -19,6 +19,7 @@ EXAMPLES: list[m.Message] = [
     Save(3),
     m.Attached(3, 2),
     Impaired("a file"),
+    Doing("trains", "rows"),
     m.Saving(7, 0.25),
     m.Judged(
         3,
