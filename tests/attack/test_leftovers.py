@@ -17,6 +17,8 @@ from integration.gateway.conftest import sums, tiny_model
 
 from paceline.local.patience import patient
 
+SOCKETS = 4
+"""Of a gateway with two workers: one for the work of each, one for its beats."""
 pytestmark = [pytest.mark.attack, pytest.mark.timeout(120)]
 
 GATEWAY = """
@@ -119,11 +121,11 @@ def test_all_that_a_killed_gateway_left_is_swept_and_nothing_of_a_living_one(
     neighbour = start("neighbour")
     boxes = when_it_runs_code(neighbour, temporary, set())
     living = files_below(temporary)
-    assert len([path for path in living if path.is_socket()]) == 2
+    assert len([path for path in living if path.is_socket()]) == SOCKETS
 
     first = start("first")
     left = when_it_runs_code(first, temporary, boxes) | (files_below(temporary) - living)
-    assert len([path for path in left if path.is_socket()]) == 2
+    assert len([path for path in left if path.is_socket()]) == SOCKETS
     killed_at_once(first)
     assert any(path.exists() for path in left)
 
