@@ -43,7 +43,6 @@ class StallWatch:
         self._calls = calls
         self._alarm_s = calls.config.stall_alarm_s
         self._activity = Activity(NAME)
-        self._state = State()
         self._alarm = ""  # as it was told
         self._culprit = ""  # at the end of the chain
         self._alarmed_s = 0.0  # time.monotonic() when it was told
@@ -54,7 +53,6 @@ class StallWatch:
 
     def observe(self, event: Event, after: State) -> None:
         """Takes one transition in."""
-        self._state = after
         self._activity.waits_for = _WAITS_FOR.get(after.phase, "")
         doing = f"{after.phase} of step {after.step}" if after.phase in LIVE else ""
         if isinstance(event, _NO_PROGRESS):
@@ -67,7 +65,8 @@ class StallWatch:
     async def progress(self) -> GetProgressResponse:
         """The parts of the coordinator and of all peers, and the alarm."""
         asked = await asyncio.gather(*(self._asked(service) for service in Service))
-        steps = {"step": self._state.step, "steps": self._state.settings.total_steps}
+        state = self._calls.state()
+        steps = {"step": state.step, "steps": state.settings.total_steps}
         parts = [self._activity.part(steps), *(part for parts in asked for part in parts)]
         return GetProgressResponse(parts=parts, alarm=self._alarm)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from paceline.errors import DeadlineExceeded
+from paceline.local.processes import usable_cores
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Save, Saved
 from paceline.ranks.watched import WatchedRanks
@@ -33,7 +33,7 @@ class PolicyDriver:
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
         self._config = config
-        self.world_size = config.ranks or min(2, os.cpu_count() or 1)
+        self.world_size = config.ranks or min(2, usable_cores())
         """Ranks, each on a slot of its own."""
         self.progress = Progress()
         self.watched = WatchedRanks[Message](

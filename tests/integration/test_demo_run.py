@@ -36,6 +36,11 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     ]
     assert len(set(services)) == 4
     assert summary["policy_versions"] == 4
+    for line in (run / "steps.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        slots_wall_s = summary["slots"] * step["step_s"]
+        assert sum(step["slot_s"].values()) == pytest.approx(slots_wall_s, rel=0.01)
+    assert sum(summary["slot_s"].values()) == pytest.approx(summary["slot_wall_s"], rel=0.01)
     assert summary["accuracy_first"] is not None
     assert summary["accept_len_last"] >= 1.0
     report = (run / "report.html").read_text()

@@ -1,13 +1,12 @@
 """Token and TLS between a real server and real channels."""
 
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from certificates import authority
 
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, Unavailable
@@ -81,65 +80,14 @@ async def test_health_answers_without_the_token(tokens: dict[str, SecurityConfig
         await wait_healthy(f"127.0.0.1:{port}", tokens["no"], patient(20))
 
 
-def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(
-        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=patient(60)
-    )
-
-
-def authority(directory: Path, name: str) -> SecurityConfig:
-    """An own authority with one certificate for localhost under it."""
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    root = [
-        "-x509",
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={name} root",
-        "-keyout",
-        f"{name}-ca.key",
-        "-out",
-        f"{name}-ca.pem",
-    ]
-    openssl(directory, "req", *key, *root)
-    openssl(
-        directory,
-        "req",
-        *key,
-        "-subj",
-        "/CN=localhost",
-        "-keyout",
-        f"{name}.key",
-        "-out",
-        f"{name}.csr",
-    )
-    (directory / "ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    sign = [
-        "-CA",
-        f"{name}-ca.pem",
-        "-CAkey",
-        f"{name}-ca.key",
-        "-CAcreateserial",
-        "-days",
-        "2",
-        "-extfile",
-        "ext",
-    ]
-    openssl(directory, "x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
-    paths = {"tls_cert": f"{name}.pem", "tls_key": f"{name}.key", "tls_ca": f"{name}-ca.pem"}
-    return SecurityConfig(
-        token_env="RIGHT_TOKEN", **{key: str(directory / path) for key, path in paths.items()}
-    )
-
-
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
-    return authority(tmp_path_factory.mktemp("ours"), "ours")
+    return authority(tmp_path_factory.mktemp("ours"), "ours", "RIGHT_TOKEN")
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
-    return authority(tmp_path_factory.mktemp("theirs"), "theirs")
+    return authority(tmp_path_factory.mktemp("theirs"), "theirs", "RIGHT_TOKEN")
 
 
 @pytest.mark.usefixtures("tokens")

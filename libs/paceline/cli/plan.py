@@ -14,15 +14,10 @@ from paceline.errors import PacelineError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import RunPlan, ServicePlan, shown
 from paceline.local.processes import usable_cores
+from paceline.local.services import SERVICES
 from paceline.models.config import read_config
 from paceline.plugins import import_object
 
-_SETTINGS = {
-    "coordinator": "coordinator.config:CoordinatorConfig",
-    "gateway": "rollout_gateway.config:GatewayConfig",
-    "policy_trainer": "policy_trainer.config:PolicyTrainerConfig",
-    "drafter_trainer": "drafter_trainer.config:DrafterTrainerConfig",
-}
 _ITEM = {"float32": 4, "bfloat16": 2}
 _NVIDIA_SMI_S = 20.0
 
@@ -33,7 +28,9 @@ class Checked(NamedTuple):
     lines: list[str]
     """To be shown: one a service, and a warning where memory is short."""
     overrides: list[str]
-    """Settings that follow from the others."""
+    """Settings that follow from the others, of those that are left open: what is given may change
+    in its file before a service starts again.
+    """
 
 
 def plan_run(files: Sequence[Path], overrides: Sequence[str]) -> Checked:
@@ -42,8 +39,9 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str]) -> Checked:
     Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
     """
     found = {
-        name: load_config(import_object(path), name, files, overrides)
-        for name, path in _SETTINGS.items()
+        spec.name: load_config(import_object(spec.settings), spec.name, files, overrides)
+        for spec in SERVICES
+        if spec.settings
     }
     gateway, policy = found["gateway"], found["policy_trainer"]
     gpus = gpu_bytes() if policy.device != "cpu" else []
@@ -53,7 +51,7 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str]) -> Checked:
     slots, cores = gateway.worker_count * per_worker, usable_cores()
     ranks = memory_plan.policy_ranks(policy.ranks, slots, cores=cores, on_gpus=bool(gpus))
     lines = _memory(found, ranks, gpus)
-    return Checked(lines, [f"policy_trainer.ranks={ranks}"])
+    return Checked(lines, [] if policy.ranks else [f"policy_trainer.ranks={ranks}"])
 
 
 def _memory(found: dict[str, Any], ranks: int, gpus: list[int]) -> list[str]:

@@ -16,16 +16,11 @@ from paceline.local.redis import resolved
 from paceline.report.audit import trespasses
 from paceline.report.charts import duration
 from paceline.report.html import render
-from paceline.report.journal import (
-    copy_journal,
-    read_entries,
-    read_history,
-    write_steps,
-    write_whole,
-)
+from paceline.report.journal import copy_journal, read_entries, read_history, write_steps
 from paceline.report.spans import read_report, read_spans
 from paceline.report.summary import Summary, summarize
 from paceline.streams import Ledger, LedgerCount, connect
+from paceline.whole_files import write_whole
 
 JOURNAL = "journal.jsonl"
 STEPS = "steps.jsonl"

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.config.render import toml_key, toml_value
 from paceline.errors import ConfigError
+from paceline.whole_files import write_whole
 
 Tree = dict[str, Any]
 
@@ -25,10 +26,7 @@ def read_tables(path: Path) -> Tree:
 
 def write_tables(path: Path, tree: Mapping[str, Any]) -> None:
     """Write tables to a file that only its owner can read: a Redis URL may hold a password."""
-    temporary = path.with_suffix(".tmp")
-    temporary.touch(mode=0o600)
-    temporary.write_text("\n".join(_lines(tree)).lstrip("\n") + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, "\n".join(_lines(tree)).lstrip("\n") + "\n")
 
 
 def merge(into: Tree, new: Mapping[str, Any]) -> None:

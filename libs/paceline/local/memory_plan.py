@@ -79,9 +79,8 @@ def parameters(model: ModelConfig) -> int:
 
 def layer_parameters(model: ModelConfig) -> int:
     """Weights of one decoder layer."""
-    heads = (
-        2 * model.num_heads * model.head_dim + model.kv_width
-    )  # queries and output, keys, values
+    # Of the attention: queries and output, then keys and values.
+    heads = 2 * model.num_heads * model.head_dim + model.kv_width
     return model.hidden_size * (heads + 3 * model.intermediate_size)
 
 

@@ -13,6 +13,7 @@ class ServiceSpec:
 
     name: str  # also its config section and its log file
     module: str
+    settings: str  # where its settings class is, as import_object takes it; "" for Redis
     address_key: str  # key of [addresses] it listens on; "" for Redis, whose URL stands in [redis]
     depends_on: tuple[str, ...]  # services that must be healthy first
     label: str  # group in a dashboard
@@ -29,23 +30,40 @@ class ServiceSpec:
 
 
 SERVICES: tuple[ServiceSpec, ...] = (
-    ServiceSpec("redis", "paceline.local.redis", "", (), "data", arguments=("--role", "durable")),
     ServiceSpec(
-        "redis_features", "paceline.local.redis", "", (), "data", arguments=("--role", "features")
+        "redis", "paceline.local.redis", "", "", (), "data", arguments=("--role", "durable")
+    ),
+    ServiceSpec(
+        "redis_features",
+        "paceline.local.redis",
+        "",
+        "",
+        (),
+        "data",
+        arguments=("--role", "features"),
     ),
     ServiceSpec(
         "gateway",
         "rollout_gateway",
+        "rollout_gateway.config:GatewayConfig",
         "gateway",
         ("redis", "redis_features"),
         "rollout",
         ("http",),
         ("http",),
     ),
-    ServiceSpec("policy_trainer", "policy_trainer", "policy_trainer", ("redis",), "training"),
+    ServiceSpec(
+        "policy_trainer",
+        "policy_trainer",
+        "policy_trainer.config:PolicyTrainerConfig",
+        "policy_trainer",
+        ("redis",),
+        "training",
+    ),
     ServiceSpec(
         "drafter_trainer",
         "drafter_trainer",
+        "drafter_trainer.config:DrafterTrainerConfig",
         "drafter_trainer",
         ("redis_features",),
         "training",
@@ -54,6 +72,7 @@ SERVICES: tuple[ServiceSpec, ...] = (
     ServiceSpec(
         "coordinator",
         "coordinator",
+        "coordinator.config:CoordinatorConfig",
         "coordinator",
         ("gateway", "policy_trainer", "drafter_trainer"),
         "control",

@@ -23,6 +23,7 @@ from paceline.streams.connection import redis_errors
 from paceline.streams.journal_line import unpack_entry
 from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import StepRecord
+from paceline.whole_files import write_whole
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
 _PAGE = 500
@@ -74,13 +75,6 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
 
     temporary.replace(path)
     return count
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def write_steps(path: Path, records: Iterable[StepRecord]) -> None:

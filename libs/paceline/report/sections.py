@@ -22,9 +22,10 @@ from paceline.report.charts import (
     waterfall,
 )
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
-from paceline.report.slots import USES, SlotInterval
+from paceline.report.slots import SlotInterval
 from paceline.report.spans import Edge, SpanRecord
 from paceline.report.summary import Summary, ratio
+from paceline.streams.journal_line import SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 HOLDERS = {"engine": "c0", "policy": "c1", "drafter": "c2", "none": "c7"}
@@ -279,8 +280,8 @@ def _step_time(records: Sequence[StepRecord]) -> str:
 
 def _slot_uses(records: Sequence[StepRecord]) -> str:
     return stacked_columns(
-        list(USES),
-        _by_step(records, lambda record: [record.slot_s[use] for use in USES]),
+        list(SlotUse),
+        _by_step(records, lambda record: [record.slot_s[use] for use in SlotUse]),
         colors=["c0", "c1", "c2", "c5", "c7"],
         y_label="slot-seconds",
     )

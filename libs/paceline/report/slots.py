@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Entry = Mapping[str, Any]
-USES = ("generating", "policy", "drafter", "transferring", "idle")
-"""What slot-seconds go into: the keys of StepRecord.slot_s."""
 
 
 @dataclass(frozen=True, slots=True)

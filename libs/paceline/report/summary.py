@@ -9,9 +9,10 @@ from typing import Any
 
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
-from paceline.report.slots import USES, slot_seconds
+from paceline.report.slots import slot_seconds
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
+from paceline.streams.journal_line import SlotUse
 
 Summary = dict[str, Any]
 WINDOW = 10
@@ -55,7 +56,7 @@ def summarize(
         "drafter_versions": len({served.drafter for served in history.served}),
         "gate_decisions": dict(history.decisions),
         **slot_seconds(history.intervals, history.windows, history.slots),
-        "slot_s": {use: sum(record.slot_s[use] for record in records) for use in USES},
+        "slot_s": {use.value: sum(record.slot_s[use] for record in records) for use in SlotUse},
         "slots": history.slots,
         "drafter_steps": drafter_steps,
         "drafter_steps_per_rl_step": ratio(drafter_steps, len(records)),

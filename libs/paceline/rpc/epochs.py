@@ -8,14 +8,14 @@ import hmac
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.config import SecurityConfig
 from paceline.config.shared import RUN_ID
-from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, StaleEpoch
+from paceline.errors import DataLoss, InvalidInput, StaleEpoch
 from paceline.rpc.status import NOT_ALLOWED
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.whole_files import write_whole
 
 _RUNS_KEPT = 64
 EPOCHS = "epochs.json"
@@ -83,7 +83,9 @@ class EpochGuard:
         if len(kept) > _RUNS_KEPT:
             kept.popitem(last=False)
         if self._file is not None:
-            _write(self._file, kept)
+            # Not synced, as that may stop an event loop for seconds while weights are written: with
+            # the power goes whoever could send an old epoch.
+            write_whole(self._file, json.dumps(kept))
         self._highest = kept
 
     def check_proof(self, context: CommandContext) -> None:
@@ -120,19 +122,6 @@ def _read(file: Path) -> dict[str, int]:
             seen=str(error)[:120],
             allowed="remove it when nothing of the run is alive",
         ) from error
-
-
-def _write(file: Path, epochs: Mapping[str, int]) -> None:
-    """A kill leaves the old content or the new. Not synced, as that may stop an event loop for
-    seconds while weights are written: with the power goes whoever could send an old epoch.
-    """
-    temporary = file.with_suffix(".tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(epochs), encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise ResourceExhausted(f"{file} cannot be written", seen=error) from error
 
 
 def _proof(token: str, run_id: str, epoch: int) -> str:

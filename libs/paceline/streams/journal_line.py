@@ -6,12 +6,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 FIELDS = ("v", "at_s", "event", "data", "step", "phase", "slots", "record")
 """The last one is left out of most entries. `slots` lists ranges of changed slots: (first slot,
 number of slots, holder, epoch).
 """
+
+
+class SlotUse(StrEnum):
+    """What a slot-second went into, each one into one of these: the keys of a record's slot_s."""
+
+    GENERATING = "generating"
+    POLICY = "policy"
+    DRAFTER = "drafter"
+    TRANSFERRING = "transferring"  # weights on their way, and the drafter's onto its slots
+    IDLE = "idle"
 
 
 def pack_entry(entry: Mapping[str, Any]) -> bytes:

@@ -38,6 +38,7 @@ class RolloutServicer(RolloutServiceServicer):
         self._gateway = gateway
         self._guard = guard
         self._runs = TaskRuns(gateway)
+        self._run_calls = 0
 
     async def Generate(
         self, request: rpb.GenerateRequest, context: Any
@@ -132,13 +133,16 @@ class RolloutServicer(RolloutServiceServicer):
         self._guard.check(request.context)
         activity, news = self._gateway.activity, self._runs.run(request)
         activity.begins(f"runs the tasks of step {request.context.step}")
+        self._run_calls += 1  # one that takes over may begin before the last one has ended
         try:
             async with aclosing(news):
                 async for response in news:
                     activity.moves()
                     yield response
         finally:
-            activity.begins("")
+            self._run_calls -= 1
+            if not self._run_calls:
+                activity.begins("")
 
     async def SetArm(self, request: rpb.SetArmRequest, context: Any) -> rpb.SetArmResponse:
         if request.context.run_id:

@@ -16,13 +16,13 @@ from paceline.errors import (
     DeadlineExceeded,
     InvalidInput,
     PacelineError,
-    ResourceExhausted,
     Unavailable,
 )
 from paceline.rpc import EpochGuard
 from paceline.telemetry import get_logger, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.whole_files import write_whole
 from rollout_gateway.engines.nouns import Capability
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.held import HeldRequests
@@ -175,14 +175,8 @@ class Lending:
         self._loans.keep(index for index in lent if 0 <= index < self._workers)
 
     def _note(self, lent: Iterable[int]) -> None:
-        if self._file is None:
-            return
-        temporary = self._file.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(sorted(lent)), encoding="utf-8")
-            temporary.replace(self._file)
-        except OSError as error:
-            raise ResourceExhausted(f"{self._file} cannot be written", seen=error) from error
+        if self._file is not None:
+            write_whole(self._file, json.dumps(sorted(lent)))
 
     async def release(self, context: CommandContext, workers: Iterable[int]) -> dict[int, int]:
         """Bytes that each of the workers has given back, under a new lease of its slots.

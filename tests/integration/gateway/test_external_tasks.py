@@ -23,9 +23,11 @@ from integration.gateway.http_agent import (
 )
 
 from paceline.local.patience import patient
+from paceline.rpc.progress import ask_progress
 from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
+from paceline.v1.progress_pb2 import Part
 
 ONE = {"engine": {"workers": 1}}
 EXTERNAL = {"environment": "external", "reward": "agent"}
@@ -273,6 +275,37 @@ async def test_the_next_caller_joins_the_claimed_sessions_of_one_that_left(
         for heard in (told, again):
             assert sorted(sample.reward.value for sample in samples_of(heard)) == [0.25, 0.5]
         assert await claimed(served, wait_s=0) is None
+
+
+async def test_the_gateway_says_whom_its_work_waits_for(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    async def asked() -> tuple[Part, Part]:
+        gateway, worker = (await ask_progress(served.channel, patient(5))).parts
+        return gateway, worker
+
+    script |= SLOW
+    async with serve_gateway(**ONE) as served:
+        assert [(part.doing, part.waits_for) for part in await asked()] == [("", ""), ("", "")]
+        async with task_run(served, one_task(served, samples=2, step=3)):
+            agent = await claim(served)
+            gateway, worker = await asked()
+            assert (gateway.doing, gateway.waits_for) == ("runs the tasks of step 3", "agents")
+            counts = ("samples_left", "offers", "open_sessions")
+            assert [gateway.counts[name] for name in counts] == [2, 1, 1]
+            work = asyncio.create_task(agent.chat([user("1+1=")], max_tokens=60, ignore_eos=True))
+            await until_running(served, 1)
+            gateway, worker = await asked()
+            assert (gateway.waits_for, gateway.counts["requests_running"]) == ("worker 0", 1)
+            assert (worker.name, worker.doing, worker.counts["requests"]) == (
+                "worker 0",
+                "decodes",
+                1,
+            )
+            assert gateway.still_s <= worker.still_s < gateway.doing_s
+            await work
+            await agent.act("complete", {"reward": 1.0})
+            await solve(await claim(served))
 
 
 async def appended(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:

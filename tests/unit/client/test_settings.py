@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import openssl
 from unit.client.conftest import Connect
 from unit.client.scripted_gateway import ScriptedGateway, listening, reply, serving
 
@@ -133,12 +134,6 @@ async def test_no_repr_shows_a_token_or_a_key(
     monkeypatch.setenv("PACELINE_TOKEN", "from-the-environment")
     assert ClientSettings.of("http://h", None).token == "from-the-environment"
     assert ClientSettings.of("http://h", "").token == ""
-
-
-def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(
-        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=patient(60)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,7 @@ def test_the_demo_has_a_line_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert checked.overrides == ["policy_trainer.ranks=2"]
     assert planned("gateway.engine.workers=1").overrides == ["policy_trainer.ranks=1"]
+    assert planned("policy_trainer.ranks=1").overrides == []  # the file may say another next time
 
 
 def test_memory_that_a_cpu_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

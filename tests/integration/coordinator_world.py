@@ -1,0 +1,424 @@
+"""Scripted peers around a real coordinator, and what a run of them leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slot_overlaps import overlaps
+
+from coordinator.config import CoordinatorConfig
+from coordinator.server import serve
+from paceline.config import SecurityConfig, load_config
+from paceline.errors import (
+    InternalError,
+    InvalidInput,
+    ResourceExhausted,
+    Unavailable,
+    WeightsError,
+)
+from paceline.local.patience import patient
+from paceline.local.ports import free_port
+from paceline.report.slots import (
+    SlotInterval,
+    StepWindow,
+    held_seconds,
+    slot_intervals,
+    slot_seconds,
+    step_windows,
+)
+from paceline.rpc import EpochGuard, Server
+from paceline.streams import connect, run_key
+from paceline.streams.journal_line import unpack_entry
+from paceline.tasks import Task, write_tasks
+from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
+from paceline.v1.drafter_pb2_grpc import (
+    DrafterServiceServicer,
+    add_DrafterServiceServicer_to_server,
+)
+from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
+from paceline.v1.rollout_pb2_grpc import (
+    RolloutServiceServicer,
+    add_RolloutServiceServicer_to_server,
+)
+from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN, Reward, SpeculationStats, VersionSet
+from paceline.v1.weights_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
+
+SECURITY = SecurityConfig()
+WAIT_S = patient(20.0)
+
+
+@dataclass
+class Script:
+    """What the peers are to do, and what they saw."""
+
+    hold_step: int | None = None  # the rollouts of this step wait until `released`
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    holding: asyncio.Event = field(default_factory=asyncio.Event)
+    deaf_to_preempt: bool = False
+    slow_to_attach: bool = False
+    unscored: frozenset[tuple[int, int]] = frozenset()  # (task index, sample index) of every step
+    open_sizes: tuple[int, ...] = ()  # sessions of the groups that agents bring to every step
+    hold_policy_step: int | None = None  # the first training of this step never ends
+    policy_failures: int = 0
+    policy_ranks_lost: int = 0
+    workers_lost: int = 0
+    drafts: bool = True  # the engine has the probe's arm
+    commits_failed: int = 0
+    spoiled: bool = False  # the gateway's spool, after the first commit
+    activated: asyncio.Event = field(default_factory=asyncio.Event)
+    preempted: asyncio.Event = field(default_factory=asyncio.Event)
+    rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+    waited_for: list[tuple[int, dict[str, int]]] = field(
+        default_factory=list
+    )  # step and groups of each TrainStep
+    epochs: list[tuple[str, int]] = field(default_factory=list)
+    commits: list[tuple[int, int, int]] = field(default_factory=list)
+    serving: dict[str, VersionSet] = field(default_factory=dict)
+    lent: set[int] = field(default_factory=set)  # workers that have given their memory back
+    order: list[str] = field(default_factory=list)  # who asked for slots, and who got them
+    release_fails: int = 0  # once, when so many workers are asked for
+
+
+class Gateway(RolloutServiceServicer):
+    """Two workers; the second waits for the drafter, as a straggler would make it."""
+
+    def __init__(self, script: Script, guard: EpochGuard) -> None:
+        self.script, self.guard = script, guard
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        workers = [rollout_pb2.WorkerStatus(worker_index=i, ready=True) for i in range(2)]
+        return rollout_pb2.GetStatusResponse(workers=workers)
+
+    async def RunTasks(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        script, step = self.script, request.context.step
+        self.guard.check(request.context)
+        assert not script.lent
+        script.order.append("generate")
+        script.rollouts.append(request)
+        script.epochs.append(("gateway", request.context.epoch))
+        if request.forced_arm and not script.drafts:
+            raise InvalidInput("unknown arm", seen=request.forced_arm, allowed="off")
+        if script.workers_lost and request.purpose == PURPOSE_TRAIN:
+            script.workers_lost -= 1
+            raise Unavailable("the worker died", reason="WORKER_LOST", seen=1)
+        train = request.purpose == PURPOSE_TRAIN
+        scored: dict[str, int] = {}  # sessions by group
+        if train:
+            script.activated.clear()
+        for share in range(2):
+            if train and share == 1:
+                await asyncio.wait_for(script.activated.wait(), WAIT_S)
+                if step == script.hold_step:
+                    script.holding.set()
+                    await asyncio.wait_for(script.released.wait(), WAIT_S)
+            for sample in self._samples(request, share):
+                scored[sample.group_id] = scored.get(sample.group_id, 0) + sample.HasField("reward")
+                yield rollout_pb2.RunTasksResponse(sample=sample)
+            yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
+        count = sum(scored.values())
+        stats = SpeculationStats(drafted_rounds=10, drafted_round_tokens=25 if train else 30)
+        finished = rollout_pb2.TasksFinished(
+            scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats
+        )
+        for group in sorted(scored) if train else ():
+            finished.closed_groups.add(group_id=group, scored_sessions=scored[group])
+        yield rollout_pb2.RunTasksResponse(finished=finished)
+
+    async def ReleaseWorkers(self, request: Any, context: Any) -> Any:
+        if self.script.release_fails == len(request.workers):
+            self.script.release_fails = 0
+            self.script.activated.set()  # nobody will
+            raise ResourceExhausted("lent.json cannot be written")
+        self.script.lent.update(request.workers)
+        self.script.order.append(f"release {list(request.workers)}")
+        freed = dict.fromkeys(request.workers, 100)
+        return rollout_pb2.ReleaseWorkersResponse(released_bytes=freed)
+
+    async def ResumeWorkers(self, request: Any, context: Any) -> Any:
+        back = sorted(self.script.lent)
+        self.script.lent.clear()
+        self.script.order.append(f"resume {back}")
+        served = self.script.serving.get("gateway")
+        return rollout_pb2.ResumeWorkersResponse(workers=back, versions=served)
+
+    def _samples(self, request: Any, share: int) -> Iterator[Any]:
+        """The share's samples: of its tasks, or of the groups that agents have brought."""
+        script, step = self.script, request.context.step
+        for task in request.tasks[share::2]:
+            for index in range(request.samples_per_task):
+                train = request.purpose == PURPOSE_TRAIN
+                yield _sample(
+                    task, index, scored=not (train and (task.task_index, index) in script.unscored)
+                )
+        for group, size in list(enumerate(script.open_sizes))[: request.open_groups][share::2]:
+            task = rollout_pb2.TaskSpec(task_id="own", group_id=f"agent-{step}-{group}")
+            for index in range(size):
+                yield _sample(task, 0, session_id=f"{group}-{index}")
+
+
+def _sample(task: Any, sample: int, *, scored: bool = True, session_id: str = "") -> Any:
+    return rollout_pb2.SampleFinished(
+        task_id=task.task_id,
+        group_id=task.group_id,
+        sample_index=sample,
+        session_id=session_id,
+        reward=Reward(value=float(sample % 2)) if scored else None,
+        response_tokens=7,
+        smallest_gap=1.0,
+        tokens_hash=f"{task.task_index:08d}{sample:08d}",
+    )
+
+
+class Weights(WeightServiceServicer):
+    """Serves every set it is told to, also when it starts again; refuses old epochs."""
+
+    def __init__(self, script: Script, guard: EpochGuard, name: str) -> None:
+        self.script, self.guard, self.name = script, guard, name
+        self.damaged: list[int] = []
+
+    async def Commit(self, request: Any, context: Any) -> Any:
+        self.guard.check(request.context)
+        if self.name == "gateway" and self.script.commits_failed:
+            self.script.commits_failed -= 1
+            raise WeightsError(
+                "drafter version is not prepared", seen=request.versions.drafter, allowed=[0]
+            )
+        self.script.serving[self.name] = request.versions
+        if self.name == "gateway":
+            if self.script.spoiled and not self.script.commits:
+                del self.script.serving[self.name]
+                self.damaged = [1, 2]
+            elif self.script.spoiled and len(self.script.commits) == 1:
+                assert self.script.trained == [0, 0], "the policy is pushed before it serves"
+                self.damaged = []
+            self.script.commits.append(
+                (request.versions.seq, request.versions.policy, request.versions.drafter)
+            )
+        return weights_pb2.CommitResponse(versions=request.versions)
+
+    async def Abort(self, request: Any, context: Any) -> Any:
+        return weights_pb2.AbortResponse()
+
+    async def GetVersions(self, request: Any, context: Any) -> Any:
+        serving = self.script.serving.get(self.name)
+        return weights_pb2.GetVersionsResponse(versions=serving, damaged=self.damaged)
+
+
+class Policy(PolicyServiceServicer):
+    """Trains at once."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.guard = script, EpochGuard(SecurityConfig())
+
+    async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.guard.check(request.context)
+        assert self.script.lent == {0, 1}
+        self.script.order.append("train")
+        step = request.context.step
+        self.script.waited_for.append(
+            (step, {group.group_id: group.size for group in request.groups})
+        )
+        if step == self.script.hold_policy_step:
+            self.script.hold_policy_step = None
+            self.script.holding.set()
+            await asyncio.sleep(WAIT_S)
+        if self.script.policy_failures:
+            self.script.policy_failures -= 1
+            raise InternalError("the loss is not finite", seen="nan")
+        if self.script.policy_ranks_lost:
+            self.script.policy_ranks_lost -= 1
+            raise Unavailable("rank 1 died", reason="RANK_LOST")
+        self.script.trained.append(request.context.step)
+        version = request.policy_version + 1
+        yield policy_pb2.TrainStepResponse(batch=policy_pb2.BatchReady(trajectories=4, tokens=40))
+        stepped = policy_pb2.PolicyStepped(
+            policy_version=version, loss=0.5, reward_mean=0.25, world_size=2
+        )
+        yield policy_pb2.TrainStepResponse(stepped=stepped)
+        yield policy_pb2.TrainStepResponse(
+            prepared=policy_pb2.PolicyPrepared(policy_version=version, bytes=1)
+        )
+
+    async def SavePolicyCheckpoint(self, request: Any, context: Any) -> Any:
+        return policy_pb2.SavePolicyCheckpointResponse(path="policy", policy_version=1)
+
+
+class Drafter(DrafterServiceServicer):
+    """Promotes a candidate in every activation and trains until it is preempted."""
+
+    def __init__(self, script: Script, guard: EpochGuard) -> None:
+        self.script, self.guard = script, guard
+        self.versions = 0
+
+    async def Activate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.guard.check(request.context)
+        script = self.script
+        script.epochs.append(("drafter", request.context.epoch))
+        assert set(request.slots) <= script.lent
+        script.order.append("draft")
+        preempted = script.preempted = asyncio.Event()
+        self.versions += 1
+        if script.slow_to_attach:
+            script.activated.set()
+            await asyncio.sleep(WAIT_S)
+        yield drafter_pb2.ActivateResponse(
+            activated=drafter_pb2.Activated(attach_s=0.01, world_size=1)
+        )
+        gate = drafter_pb2.GateDecision(drafter_version=self.versions, promoted=True)
+        yield drafter_pb2.ActivateResponse(gate=gate)
+        script.activated.set()
+        await asyncio.wait_for(preempted.wait(), WAIT_S)
+        yield drafter_pb2.ActivateResponse(
+            detached=drafter_pb2.Detached(reason="preempted", steps=2, tokens=64)
+        )
+
+    async def Preempt(self, request: Any, context: Any) -> Any:
+        if self.script.deaf_to_preempt:
+            await asyncio.sleep(WAIT_S)
+        self.script.preempted.set()
+        return drafter_pb2.PreemptResponse(stopped_after_s=0.01, was_active=True)
+
+    async def SaveDrafterCheckpoint(self, request: Any, context: Any) -> Any:
+        return drafter_pb2.SaveDrafterCheckpointResponse(path="drafter")
+
+
+@dataclass
+class Peers:
+    """Three servers that may be stopped and started again on their ports."""
+
+    script: Script
+    ports: dict[str, int]
+    security: SecurityConfig = SECURITY
+    servers: dict[str, Server] = field(default_factory=dict)
+    guards: dict[str, EpochGuard] = field(
+        default_factory=lambda: {
+            "gateway": EpochGuard(SecurityConfig()),
+            "drafter": EpochGuard(SecurityConfig()),
+        }
+    )
+    drafter: Drafter | None = None
+
+    async def start(self, name: str) -> None:
+        server = Server(f"127.0.0.1:{self.ports[name]}", self.security)
+        if name == "policy_trainer":
+            server.add(
+                add_PolicyServiceServicer_to_server,
+                Policy(self.script),
+                "paceline.v1.PolicyService",
+            )
+        else:
+            kind = "gateway" if name == "gateway" else "drafter"
+            guard = self.guards[kind]
+            weights = Weights(self.script, guard, kind)
+            server.add(add_WeightServiceServicer_to_server, weights, "paceline.v1.WeightService")
+            if name == "gateway":
+                gateway = Gateway(self.script, guard)
+                server.add(
+                    add_RolloutServiceServicer_to_server, gateway, "paceline.v1.RolloutService"
+                )
+            else:
+                drafter = Drafter(self.script, guard)
+                server.add(
+                    add_DrafterServiceServicer_to_server, drafter, "paceline.v1.DrafterService"
+                )
+        await server.start()
+        self.servers[name] = server
+
+
+@asynccontextmanager
+async def running_peers(
+    script: Script, security: SecurityConfig = SECURITY
+) -> AsyncIterator[Peers]:
+    names = ("gateway", "policy_trainer", "drafter_trainer")
+    peers = Peers(script, {name: free_port() for name in names}, security)
+    for name in peers.ports:
+        await peers.start(name)
+    try:
+        yield peers
+    finally:
+        for server in peers.servers.values():
+            await server.stop(0)
+
+
+def overrides(peers: Peers, redis_url: str, directory: Path, **more: object) -> list[str]:
+    """Settings of a three-step run on two slots."""
+    tasks = [Task(f"t{i}", f"{i}+1=", str(i + 1)) for i in range(4)]
+    write_tasks(directory / "train.jsonl", tasks)
+    write_tasks(directory / "heldout.jsonl", tasks[:2])
+    values: dict[str, object] = {
+        "run.id": f"t-{uuid.uuid4().hex[:12]}",
+        "run.dir": directory,
+        "redis.durable_url": redis_url,
+        **{f"addresses.{name}": f"127.0.0.1:{port}" for name, port in peers.ports.items()},
+        "addresses.coordinator": f"127.0.0.1:{free_port()}",
+        "addresses.events": f"tcp://127.0.0.1:{free_port()}",
+        "steps": 3,
+        "tasks_path": directory / "train.jsonl",
+        "heldout_path": directory / "heldout.jsonl",
+        "prompts_per_step": 2,
+        "samples_per_task": 2,
+        "training_interval_steps": 1,
+        "preempt_deadline_s": 1.0,
+        **more,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def config_of(words: list[str]) -> CoordinatorConfig:
+    return load_config(CoordinatorConfig, "coordinator", [], words)
+
+
+async def run_to_end(config: CoordinatorConfig) -> None:
+    await asyncio.wait_for(serve(config, asyncio.Event()), 2 * WAIT_S)
+
+
+async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
+    client = connect(config.redis.durable_url)
+    entries = await client.xrange(run_key(config.run.id, "journal"))
+    await client.aclose()
+    return [unpack_entry(fields[b"entry"]) for _, fields in entries]
+
+
+def check_slots(entries: list[dict[str, Any]]) -> float:
+    """No overlap, the drafter only inside rollouts; returns the drafter's slot-seconds."""
+    intervals, windows = slot_intervals(entries), step_windows(entries)
+    assert overlaps(intervals) == []
+    policy = [(one.start_s, one.end_s) for one in intervals if one.holder == "policy"]
+    for lease in (one for one in intervals if one.holder == "drafter"):
+        assert all(end <= lease.start_s or start >= lease.end_s for start, end in policy)
+    holders = sum(
+        held_seconds(intervals, holder, windows) for holder in ("engine", "policy", "drafter")
+    )
+    seconds = slot_seconds(intervals, windows, slots=2)
+    check_uses(entries, intervals, windows)
+    assert holders + seconds["idle_slot_s"] == pytest.approx(seconds["slot_wall_s"])
+    return seconds["drafter_train_slot_s"]
+
+
+def check_uses(
+    entries: list[dict[str, Any]], intervals: list[SlotInterval], windows: list[StepWindow]
+) -> None:
+    """Every record accounts for all slots all the time, and as who held them has it."""
+    for record, window in zip(records_of(entries), windows, strict=True):
+        used = record["slot_s"]
+        assert sum(used.values()) == pytest.approx(2 * (window.end_s - window.start_s))
+        held = {
+            holder: held_seconds(intervals, holder, [window])
+            for holder in ("engine", "policy", "drafter")
+        }
+        assert used["generating"] == pytest.approx(held["engine"])
+        assert used["policy"] == pytest.approx(held["policy"])
+        assert used["drafter"] <= held["drafter"] + 1e-6
+        assert used["transferring"] > 0
+
+
+def records_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry["record"] for entry in entries if "record" in entry]
