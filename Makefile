@@ -16,7 +16,7 @@ test: setup ; @.ci/test  ## every test but the slow ones
 test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
 mutants: setup ; @$(BIN)/python .ci/mutants  ## change the code a little, a sample of 12 a target: do tests notice? MUTANTS=n|all
-chaos: setup ; @$(BIN)/python -m pytest -m chaos  ## tests that kill processes and connections
+chaos: setup ; @$(BIN)/python -m benchmarks.chaos --faults $(or $(FAULTS),50) --seed $(or $(SEED),0) --out $(or $(OUT),runs/chaos.json)  ## 50 faults in a whole run: is anything lost? FAULTS=n SEED=n OUT=file
 attack: setup ; @$(BIN)/python -m pytest -m attack  ## tests that attack running services
 corrupt: setup ; @$(BIN)/python -m pytest -m corrupt  ## tests that corrupt files and numbers
 fuzz: setup ; @PACELINE_FUZZ_S=$${PACELINE_FUZZ_S:-60} $(BIN)/python -m pytest -m fuzz --timeout=600  ## noise for every decoder, 60 s each

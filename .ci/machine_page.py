@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from coordinator.machine import schedule
 from coordinator.machine import step as machine
 from coordinator.machine.decision import Decision
 from coordinator.machine.losses import CALLED_IN
+from coordinator.machine.rules import RULES
 from coordinator.machine.state import WORKER_TRANSITIONS, Phase
 
 NAMED = {frozenset(machine.BEGUN): "all but new", frozenset(machine.LIVE): "all that go on"}
+TRACKS = (
+    ("The run", machine.RUN),
+    ("Rollouts, while it is running", machine.ROLLOUTS),
+    ("The learner, while it is running", machine.LEARNER),
+)
 
 
 def machine_page() -> str:
@@ -23,18 +30,22 @@ def machine_page() -> str:
         "Written by `make docs` from the tables in `services/coordinator/machine/`.",
         "",
         *(f"    {line[4:]}" if line.startswith("    ") else line for line in theory.splitlines()),
-        *("", "## Phases", "", *phase_diagram(), ""),
-        "Failed may follow every phase that goes on; a resumed run enters again what failed.",
-        *("", *phase_table(), "", "## Events", "", *event_table()),
+        *("", "## Phases"),
+        *(line for title, table in TRACKS for line in track_lines(title, table)),
+        "",
+        "Failed may follow every phase of the run that goes on; a resumed run goes on from there.",
+        *("", "## What begins by itself", "", *rule_table()),
+        *("", "## Schedules", "", *(inspect.getdoc(schedule) or "").splitlines()),
+        *("", "## Events", "", *event_table()),
         *("", "## Workers", "", *worker_diagram()),
     ]
     return "\n".join(lines) + "\n"
 
 
-def phase_diagram() -> Iterator[str]:
-    """PHASES as a state diagram."""
-    edges = [(phase, then) for phase, row in machine.PHASES.items() for then in row.then]
-    yield from diagram((phase, then, "") for phase, then in edges)
+def track_lines(title: str, table: Mapping[Phase, machine.PhaseRow]) -> Iterator[str]:
+    """The phases of the run or of one track, as a state diagram and a table."""
+    edges = [(phase, then, "") for phase, row in table.items() for then in row.then]
+    yield from ("", f"### {title}", "", *diagram(edges), "", *phase_table(table))
 
 
 def worker_diagram() -> Iterator[str]:
@@ -50,10 +61,17 @@ def diagram(edges: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     yield "```"
 
 
-def phase_table() -> Iterator[str]:
+def rule_table() -> Iterator[str]:
+    """What is looked at after every event, in this order."""
+    yield from ("| rule | what it begins |", "|---|---|")
+    for rule in RULES:
+        yield f"| `{rule.__module__.rsplit('.')[-1]}.{rule.__name__}` | {first_paragraph(rule)} |"
+
+
+def phase_table(table: Mapping[Phase, machine.PhaseRow]) -> Iterator[str]:
     """What entering each phase does, and whom it waits for."""
     yield from ("| phase | entering it | waits for an answer of |", "|---|---|---|")
-    for phase, row in machine.PHASES.items():
+    for phase, row in table.items():
         services = ", ".join(service.replace("_", " ") for service in CALLED_IN.get(phase, ()))
         entering = "" if row.enter is Decision else first_paragraph(row.enter)
         yield f"| {phase} | {entering} | {services} |"

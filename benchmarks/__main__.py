@@ -30,7 +30,7 @@ BENCHES = {
     "growth": ("benchmarks.growth", "what a long run leaves in the durable Redis"),
     "coordinator": (
         "benchmarks.coordinator",
-        "events a second, latency of a decision and bytes of journal, by slots",
+        "events a second and latency of a decision, by slots; simulated runs of its machine",
     ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }

@@ -1,5 +1,5 @@
-"""Measures the coordinator alone: events applied (machine, records, journal, facts) a second, how
-long a decision takes, and what it writes.
+"""Measures the coordinator alone: events applied (machine, records, journal, facts) a second, each
+as it comes alone and with all that wait beside it, how long a decision takes, and what it writes.
 
 Journal and facts are real: a Redis server as a run starts it, and a subscriber that is a process of
 its own and reads once a second. A decision's latency runs from the event to the subscriber's answer
@@ -13,27 +13,31 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import zmq
 import zmq.asyncio
+from redis.commands.core import AsyncScript
 
 from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES
 from benchmarks.options import above_zero, counts
 from benchmarks.processes import BenchChild, child, redis_server
-from benchmarks.result import BenchResult, Goal, Row, at_least, say
-from coordinator.journal.journal import Journal
+from benchmarks.result import BenchResult, Goal, Row, at_least, at_most, say
+from benchmarks.simulation.sections import simulated
+from coordinator.journal.journal import TOGETHER, Journal
 from coordinator.machine import events
 from coordinator.machine.events import Event
 from coordinator.machine.state import RunSettings, State
 from coordinator.transitions import Transitions
 from paceline.events import FactPublisher
-from paceline.streams import connect, run_key
+from paceline.streams import connect
 from paceline.streams.journal_line import unpack_entry
+from paceline.streams.journal_pages import journal_lines
 from paceline.telemetry.log import configure_log
 from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import Fact
@@ -43,6 +47,7 @@ LISTENERS = "benchmarks.listeners"
 SHARES_PER_LEASE = 8
 """The drafter is done after so many shares, and gets the next slots."""
 STEPS = 1_000_000
+MEASURED, SIMULATED = PARTS = "decisions", "simulation"
 
 
 @dataclass(slots=True)
@@ -52,10 +57,14 @@ class TimedRedis:
     client: Any
     append_s: float = 0.0
 
-    async def xadd(self, *args: Any, **kwargs: Any) -> Any:
+    def register_script(self, script: str) -> AsyncScript:
+        """As the client's, but called through this."""
+        return AsyncScript(self, script)  # type: ignore[arg-type]  # a client with a watch
+
+    async def evalsha(self, *args: Any) -> Any:
         """As the client's."""
         began = time.perf_counter()
-        answer = await self.client.xadd(*args, **kwargs)
+        answer = await self.client.evalsha(*args)
         self.append_s += time.perf_counter() - began
         return answer
 
@@ -73,10 +82,10 @@ class Bench:
     facts: FactPublisher
     told: int = 0  # facts
 
-    async def publish(self, fact: Fact) -> None:
+    async def publish(self, *facts: Fact) -> None:
         """Counts the facts."""
-        self.told += 1
-        await self.facts.publish(fact)
+        self.told += len(facts)
+        await self.facts.publish(*facts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,44 +95,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--events", type=above_zero(int), default=9000, help="events of a run, whole steps"
     )
     parser.add_argument("--repeats", type=above_zero(int), default=5, help="runs; medians count")
+    parser.add_argument("--steps", type=above_zero(int), default=40, help="of a simulated run")
+    parser.add_argument(
+        "--only", choices=PARTS, nargs="+", default=PARTS, help="parts to run; all unless named"
+    )
     parser.add_argument(
         "--decisions", type=above_zero(int), default=4000, help="decisions timed one by one"
     )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Both parts at every number of slots."""
+    """Both parts at every number of slots, then the simulation."""
     configure_log("bench", "warning", True)
     rates: list[Row] = []
     latencies: list[Row] = []
-    for slots in options.slots:
-        runs = [await _rate(slots, options.events) for _ in range(options.repeats)]
-        rates.append({name: _middle([one[name] for one in runs]) for name in runs[0]})
-        say(str(rates[-1]))
+    for slots in options.slots if MEASURED in options.only else ():
+        for at_once in (1, TOGETHER):
+            runs = [await _rate(slots, options.events, at_once) for _ in range(options.repeats)]
+            rates.append({name: _middle([one[name] for one in runs]) for name in runs[0]})
+            say(str(rates[-1]))
         latencies.append(await _latency(slots, options.decisions))
         say(str(latencies[-1]))
-    rows = [{"section": "events", **row} for row in rates]
+    rows: list[Row] = [{"section": "events", **row} for row in rates]
     rows += [{"section": "latency of a decision, ms", **row} for row in latencies]
-    return BenchResult("coordinator", rows, _goals(rates[-1], latencies[-1]))
+    goals = _goals(rates[-1], latencies[-1]) if rates else []
+    if SIMULATED in options.only:
+        found, reached = simulated(options.steps)
+        rows += found
+        goals += reached
+    return BenchResult("coordinator", rows, goals)
 
 
 def _goals(rate: Row, latency: Row) -> list[Goal]:
-    def at_most(name: str, goal: float, value: str | float | int | None) -> Goal:
-        return at_least(f"minus {name}", -goal, -float(value or 0))
+    def found(row: Row, name: str) -> float:
+        return float(row[name] or 0)
 
     slots = rate["slots"]
     return [
         at_least(
-            f"events/s at {slots} slots, Redis apart", EVENTS_GOAL, float(rate["Redis apart"] or 0)
+            f"events/s at {slots} slots, {TOGETHER} at once",
+            EVENTS_GOAL,
+            found(rate, "events/s"),
         ),
-        at_most("bytes of journal an event beyond its details", 100, rate["bytes beyond details"]),
-        at_most("facts missed by who reads once a second", 0, rate["missed facts"]),
-        at_most("p99 over a bare round trip", LATENCY_GOAL, latency["whole/bare p99"]),
-        at_most("p99 over it, Redis apart", LATENCY_GOAL, latency["apart/bare p99"]),
+        at_most(
+            "bytes of journal an event beyond its details", 100, found(rate, "bytes beyond details")
+        ),
+        at_most("facts missed by who reads once a second", 0, found(rate, "missed facts")),
+        at_most("p99 over a bare round trip", LATENCY_GOAL, found(latency, "whole/bare p99")),
+        at_most("p99 over it, Redis apart", LATENCY_GOAL, found(latency, "apart/bare p99")),
     ]
 
 
-async def _rate(slots: int, wanted: int) -> dict[str, float]:
+async def _rate(slots: int, wanted: int, at_once: int) -> dict[str, float]:
     """One run of whole steps, as fast as it goes."""
     async with AsyncExitStack() as stack:
         bench = await _bench(stack, slots)
@@ -135,20 +158,22 @@ async def _rate(slots: int, wanted: int) -> dict[str, float]:
         await bench.transitions.apply(_started(slots))
         count = steps = 0
         bench.told, bench.redis.append_s = 0, 0.0
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         while count < wanted:
-            for event in one_step(bench.transitions):
-                await bench.transitions.apply(event)
-                count += 1
+            for waiting in one_step(bench.transitions, at_once):
+                await bench.transitions.apply(*waiting)
+                count += len(waiting)
             steps += 1
-        wall_s = time.perf_counter() - began
+        wall_s, cpu_s = time.perf_counter() - began, time.thread_time() - worked
         listener.tell(last=await bench.facts.publish(Fact()))
         heard = await _spoken_to(bench, listener)
         beyond, whole = await _journal_bytes(bench)
         return {
             "slots": slots,
+            "at once": at_once,
             "events/s": count / wall_s,
             "Redis apart": count / (wall_s - bench.redis.append_s),
+            "by CPU": count / cpu_s,
             "us in Redis": 1e6 * bench.redis.append_s / count,
             "events a step": count / steps,
             "facts a step": bench.told / steps,
@@ -180,7 +205,7 @@ async def _latency(slots: int, decisions: int) -> Row:
         await answers.recv()
         times: dict[str, list[float]] = {"bare": [], "decision": [], "Redis apart": []}
         while len(times["decision"]) < decisions:
-            for event in one_step(bench.transitions):
+            for event in chain.from_iterable(one_step(bench.transitions)):
                 began = time.perf_counter()
                 await bare.send_multipart(message)
                 await answers.recv()
@@ -214,8 +239,8 @@ async def _bench(stack: AsyncExitStack, slots: int) -> Bench:
     run_id = f"bench-{slots}"
     facts = stack.enter_context(FactPublisher("tcp://127.0.0.1:*", run_id))
 
-    async def publish(fact: Fact) -> None:
-        await bench.publish(fact)
+    async def publish(*facts: Fact) -> None:
+        await bench.publish(*facts)
 
     journal = Journal(client, run_id)  # type: ignore[arg-type]  # a client with a watch
     transitions = Transitions(run_id, 8 * slots, 0.3, SNAPSHOT_ENTRIES, journal, publish)
@@ -236,19 +261,11 @@ async def _journal_bytes(bench: Bench) -> tuple[float, int]:
     """Bytes an entry beyond its details, and bytes of all entries."""
     beyond: list[int] = []
     whole = 0
-    async for line in _lines(bench):
+    async for line in journal_lines(bench.redis.client, bench.run_id):
         details = unpack_entry(line)["data"].get("details")
         beyond.append(len(line) - (len(json.dumps(details)) if details else 0))
         whole += len(line)
     return statistics.mean(beyond), whole
-
-
-async def _lines(bench: Bench) -> AsyncIterator[bytes]:
-    last = "-"
-    while page := await bench.redis.xrange(run_key(bench.run_id, "journal"), last, "+", 1000):
-        for entry_id, fields in page:
-            yield fields[b"entry"]
-            last = f"({entry_id.decode()}"
 
 
 def _started(slots: int) -> Event:
@@ -256,8 +273,10 @@ def _started(slots: int) -> Event:
     return events.RunStarted(_now(), settings, VersionSet())
 
 
-def one_step(run: Transitions) -> Iterator[Event]:
-    """The events of a step, each made from the state that the one before has left."""
+def one_step(run: Transitions, at_once: int = 1) -> Iterator[list[Event]]:
+    """The events of a step, those together that wait at the same time: at most `at_once` shares.
+    Each list is made from the state that the one before has left.
+    """
 
     def state() -> State:
         return run.state
@@ -265,21 +284,22 @@ def one_step(run: Transitions) -> Iterator[Event]:
     def lease() -> int:
         return state().lease_epoch
 
-    yield events.StepBegan(_now(), state().step, f"00-{1:032x}-{1:016x}-01")
-    epoch = state().phase_epoch
-    for worker in range(state().settings.workers):
-        yield events.ShareDone(_now(), epoch, worker)
-        if state().lease is not None and worker % SHARES_PER_LEASE == SHARES_PER_LEASE - 1:
-            yield events.Detached(_now(), lease(), "epochs", {"steps": 3, "tokens": 900})
-    yield events.TasksFinished(_now(), epoch, {"response_tokens": 5000, "rollout_s": 2.0})
+    yield [events.StepBegan(_now(), state().step, f"00-{1:032x}-{1:016x}-01")]
+    epoch, workers = state().rollouts.epoch, state().settings.workers
+    for first in range(0, workers, at_once):
+        end = min(first + at_once, workers)
+        yield [events.ShareDone(_now(), epoch, worker) for worker in range(first, end)]
+        if state().lease is not None and end % SHARES_PER_LEASE == 0:
+            yield [events.Detached(_now(), lease(), "epochs", {"steps": 3, "tokens": 900})]
+    yield [events.TasksFinished(_now(), epoch, {"response_tokens": 5000, "rollout_s": 2.0})]
     if state().lease is not None:
-        yield events.Preempted(_now(), lease())
-    version = state().versions.policy + 1
-    yield events.PolicyStepped(_now(), state().phase_epoch, version, {"loss": 0.5})
-    yield events.PolicyPrepared(_now(), state().phase_epoch, version)
+        yield [events.Preempted(_now(), lease())]
+    version, epoch = state().versions.policy + 1, state().learner.epoch
+    yield [events.PolicyStepped(_now(), epoch, version, {"loss": 0.5})]
+    yield [events.PolicyPrepared(_now(), epoch, version)]
     committing = state().committing
     assert committing is not None
-    yield events.Committed(_now(), committing)
+    yield [events.Committed(_now(), committing)]
 
 
 def _now() -> float:

@@ -22,19 +22,27 @@ _PULLS = {f"eagle:{steps}_1_{steps + 1}": 100 * steps for steps in (3, 5, 7)}
 _POLICY = ("loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s")
 
 
-async def _untold(fact: object) -> None:
+async def _untold(*facts: object) -> None:
     """Nobody listens."""
 
 
-def _transitions(client: redis.asyncio.Redis, run_id: str) -> Transitions:
-    return Transitions(run_id, 0, 0.0, SNAPSHOT_ENTRIES, Journal(client, run_id), _untold)
+def _transitions(
+    client: redis.asyncio.Redis, run_id: str, snapshot_entries: int = SNAPSHOT_ENTRIES
+) -> Transitions:
+    return Transitions(run_id, 0, 0.0, snapshot_entries, Journal(client, run_id), _untold)
 
 
 class JournaledRun:
     """A coordinator's transitions; nobody is called."""
 
-    def __init__(self, client: redis.asyncio.Redis, run_id: str, steps: int) -> None:
-        self.transitions = _transitions(client, run_id)
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        run_id: str,
+        steps: int,
+        snapshot_entries: int = SNAPSHOT_ENTRIES,
+    ) -> None:
+        self.transitions = _transitions(client, run_id, snapshot_entries)
         self._settings = RunSettings(workers=WORKERS, total_steps=steps, drafter_enabled=False)
         self._at_s = 1.7e9
 
@@ -50,11 +58,10 @@ class JournaledRun:
         if not version - 1:
             await apply(events.RunStarted(self._now(), self._settings, VersionSet()))
         await apply(events.StepBegan(self._now(), self.state.step, TRACE))
-        rollout = self.state.phase_epoch
-        for worker in range(WORKERS):
-            await apply(events.ShareDone(self._now(), rollout, worker))
+        rollout = self.state.rollouts.epoch
+        await apply(*(events.ShareDone(self._now(), rollout, one) for one in range(WORKERS)))
         await apply(events.TasksFinished(self._now(), rollout, self._rollout(sessions)))
-        policy = self.state.phase_epoch
+        policy = self.state.learner.epoch
         figures = dict.fromkeys(_POLICY, 0.1234567890123)
         await apply(events.PolicyStepped(self._now(), policy, version, figures))
         await apply(events.PolicyPrepared(self._now(), policy, version, {"push_s": 0.25}))

@@ -84,6 +84,11 @@ def at_least(name: str, goal: float, value: float) -> Goal:
     return Goal(name, goal, value, value >= goal)
 
 
+def at_most(name: str, goal: float, value: float) -> Goal:
+    """A goal that smaller values meet; both with their signs turned."""
+    return at_least(f"minus {name}", -goal, -value)
+
+
 def ratio_goal(name: str, goal: float, ratio: Ratio, fewest_pairs: int = 1) -> Goal:
     """A goal on a ratio; open when the pairs are too few or do not resolve it."""
     judged = ratio.resolved and ratio.pairs >= fewest_pairs

@@ -10,7 +10,15 @@ from typing import NamedTuple
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import OPTIONAL, Phase, RunSettings, Service, State
+from coordinator.machine.state import (
+    OPTIONAL,
+    DrawnStep,
+    Phase,
+    RunSettings,
+    Schedule,
+    Service,
+    State,
+)
 from coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 
@@ -20,6 +28,7 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.Commit,
         commands.Evaluate,
         commands.TrainPolicy,  # whose slots its workers leave first
+        commands.JoinDrafter,
     ),
     Service.POLICY_TRAINER: (
         commands.TrainPolicy,
@@ -27,9 +36,29 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.RunTasks,  # which has it push again what is damaged
         commands.Evaluate,
     ),
-    Service.DRAFTER_TRAINER: (commands.ActivateDrafter, commands.PreemptDrafter),
+    Service.DRAFTER_TRAINER: (
+        commands.ActivateDrafter,
+        commands.JoinDrafter,
+        commands.PreemptDrafter,
+    ),
 }
-NOT_CALLS = (commands.CloseStep, commands.AbortDrafter, commands.Refuse, commands.FinishRun)
+NOT_CALLS = (
+    *(commands.CloseStep, commands.AbortDrafter, commands.ResumeRollouts, commands.Refuse),
+    *(commands.HandBack, commands.FinishRun),
+)
+
+
+TRACK_OF: dict[type[Command], str] = {
+    commands.RunTasks: "rollouts",
+    commands.TrainPolicy: "learner",
+    commands.Commit: "learner",
+    commands.ActivateDrafter: "drafter",
+    commands.JoinDrafter: "drafter",
+    commands.PreemptDrafter: "drafter",
+    commands.Evaluate: "run",
+    commands.SaveCheckpoints: "run",
+}
+"""Whose epochs a call's are compared with."""
 
 
 class Call(NamedTuple):
@@ -40,10 +69,14 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> object:
-        """One call of a kind runs at a time; several services may be waited for."""
+        """One call of a kind runs at a time; several services may be waited for, and several steps
+        rolled out.
+        """
         if isinstance(self.command, commands.AwaitService):
             return self.command.service
-        return type(self.command)
+        if isinstance(self.command, commands.RunTasks):
+            return f"RunTasks {self.command.step}"
+        return type(self.command).__name__
 
 
 class World(NamedTuple):
@@ -141,10 +174,20 @@ def moves(world: World) -> Iterator[Move]:
         return
     yield Move(events.Resumed(0.0, state.settings.total_steps), (), 1)
     yield Move(events.StopRequested(0.0), calls, 1)
+    yield from (Move(event, calls, 1) for event in choices(state))
     for service, kinds in CALLS_OF.items():
         left = tuple(call for call in calls if not isinstance(call.command, kinds))
         if service not in state.lost and (len(left) < len(calls) or service in OPTIONAL):
             yield Move(events.ServiceLost(0.0, service, "away"), left, 1)
+
+
+def choices(state: State) -> Iterator[Event]:
+    """What an operator may ask for."""
+    yield events.DrafterChosen(0.0, None, lasting=True)
+    yield events.DrafterUnpinned(0.0)
+    if state.previous_drafter is not None:
+        yield events.DrafterChosen(0.0, None, lasting=False)
+        yield events.DrafterChosen(0.0, state.previous_drafter, lasting=True)
 
 
 def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]]:
@@ -156,11 +199,21 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
             for worker in range(len(state.workers)):
                 if worker not in call.said:
                     yield events.ShareDone(0.0, epoch, worker), worker
+            if state.settings.schedule is Schedule.FULLY_ASYNC:
+                for group in range(state.settings.groups_per_step):
+                    if (said := f"group {group}") not in call.said:
+                        yield events.GroupClosed(0.0, epoch, group, said, 1), said
             yield events.TasksFinished(0.0, epoch), None
         case commands.ActivateDrafter(_, epoch):
+            if "attached" not in call.said:
+                yield events.DrafterActivated(0.0, epoch), "attached"
+            elif state.lease is not None and not state.lease.preempting:
+                yield events.TrafficWaits(0.0, epoch, 1), "attached"
             if "promoted" not in call.said:
                 yield events.GatePromoted(0.0, epoch, state.candidate[1] + 1), "promoted"
             yield events.Detached(0.0, epoch, "epochs"), None
+        case commands.JoinDrafter(_, epoch, slots):
+            yield events.DrafterJoined(0.0, epoch, len(slots)), None
         case commands.PreemptDrafter(_, epoch):
             yield events.Preempted(0.0, epoch), None
         case commands.TrainPolicy(_, epoch, _, version):
@@ -187,6 +240,9 @@ def failures(call: Call) -> Iterator[Event]:
             yield events.TrainerFailed(0.0, epoch, Service.DRAFTER_TRAINER, "died")
             yield events.Deadline(0.0, epoch, "activation", 1.0)
             yield events.CallFailed(0.0, Service.DRAFTER_TRAINER, "activation", "broken")
+        case commands.JoinDrafter(_, epoch):
+            yield events.JoinFailed(0.0, epoch, "it stops")
+            yield events.Deadline(0.0, epoch, "join", 1.0)
         case commands.PreemptDrafter(_, epoch):
             yield events.Deadline(0.0, epoch, "preempt", 1.0)
         case commands.TrainPolicy(_, epoch):
@@ -204,33 +260,54 @@ def failures(call: Call) -> Iterator[Event]:
 
 
 def key(world: World) -> tuple[object, ...]:
-    """A world's name. The machine compares epochs and drafters and adds one, no more, so worlds that
-    differ in their size alone are one; slots' epochs and the sets' numbers it does not read.
+    """A world's name. The machine compares epochs of a track and drafters, and adds one, no more, so
+    worlds that differ in their size alone are one; slots' epochs and the sets' numbers it does not
+    read.
     """
     state, lease, committing = world.state, world.state.lease, world.state.committing
-    epoch = ranks(
-        *(state.epoch, state.phase_epoch, state.lease_epoch, state.candidate[0]),
-        *(getattr(call.command, "epoch", 0) for call in world.calls),
-    )
+    rollouts, learner = state.rollouts, state.learner
+    called: dict[str, list[int]] = {"rollouts": [], "learner": [], "drafter": [], "run": []}
+    for call in world.calls:
+        if (track := TRACK_OF.get(type(call.command))) is not None:
+            called[track].append(getattr(call.command, "epoch", 0))
+    drawn = [draw.epoch for draw in rollouts.running]
+    generating = ranks(rollouts.epoch, *drawn, *called["rollouts"])
+    learning = ranks(learner.epoch, *called["learner"])
+    drafting = ranks(state.lease_epoch, state.candidate[0], *called["drafter"])
+    waiting = ranks(state.phase_epoch, *called["run"])
+    epochs = {"rollouts": generating, "learner": learning, "drafter": drafting, "run": waiting}
     drafter = ranks(
         *(state.candidate[1], state.versions.drafter, state.promoted, state.previous_drafter),
         committing and committing.drafter,
+        state.pin and state.pin.version,
     )
     return (
-        *(state.phase, state.step, epoch[state.phase_epoch], epoch[state.lease_epoch]),
-        *(epoch[state.candidate[0]], drafter[state.candidate[1]], epoch[state.epoch]),
+        *(state.phase, waiting[state.phase_epoch], drafting[state.lease_epoch]),
+        *(rollouts.phase, rollouts.step, rollouts.drawing, rollouts.attempts),
+        tuple(_draw(draw, generating) for draw in rollouts.draws),
+        *(generating[rollouts.epoch], learning[learner.epoch]),
+        *(learner.phase, learner.step, learner.attempts, learner.batch),
+        *(drafting[state.candidate[0]], drafter[state.candidate[1]]),
         *(state.workers, tuple(slot.holder for slot in state.slots)),
-        lease and (epoch[lease.epoch], lease.slots, lease.preempting),
+        lease and (drafting[lease.epoch], lease.slots, lease.preempting, lease.attached),
         *(state.versions.policy, drafter[state.versions.drafter], drafter[state.promoted]),
         *(drafter[state.previous_drafter], state.rollback, state.prepared, state.evaluations),
+        state.pin and (drafter[state.pin.version], state.pin.lasting),
         committing and (committing.policy, drafter[committing.drafter]),
-        *(state.rollout_restart, state.attempts, state.lost, state.failed_phase),
+        *(state.drafter_benched, state.lost, state.failed_phase),
         *(state.settings.total_steps, world.faults),
-        tuple(
-            (str(call.kind), epoch[getattr(call.command, "epoch", 0)], call.said)
-            for call in world.calls
-        ),
+        tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),
     )
+
+
+def _draw(draw: DrawnStep, epoch: dict[int | None, int | None]) -> tuple[object, ...]:
+    state = (draw.called, draw.finished, draw.owed, draw.closed, draw.taken)
+    return (draw.step, draw.version, None if draw.finished else epoch[draw.epoch], *state)
+
+
+def _rank(call: Call, epochs: dict[str, dict[int | None, int | None]]) -> int | None:
+    track = TRACK_OF.get(type(call.command))
+    return None if track is None else epochs[track][getattr(call.command, "epoch", 0)]
 
 
 def ranks(*numbers: int | None) -> dict[int | None, int | None]:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from coordinator.machine.state import RunSettings
+from coordinator.machine.state import CommitMode, Placement, RunSettings, Schedule
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 
@@ -96,6 +96,27 @@ class CoordinatorConfig(ServiceConfig):
     """When the drafter trains: on slots that rollouts leave idle, or after the policy step while
     everybody waits.
     """
+    schedule: Schedule = Schedule.SYNC
+    """How far rollouts may be ahead of the policy: sync not at all, one_step_off by the step that
+    is trained meanwhile, fully_async by max_policy_lag versions, with commits among rollouts.
+    """
+    placement: Placement = Placement.COLOCATED
+    """colocated: rollouts and policy take turns on all slots; disaggregated: the policy has
+    learner_slots of its own.
+    """
+    max_policy_lag: int | None = Field(default=None, ge=0)
+    """Versions between the oldest token of a group and the policy that is trained on it; groups
+    that are older are dropped. Empty: 0 in sync, else 1.
+    """
+    learner_slots: int = Field(default=0, ge=0)
+    """Slots of the policy alone, where it is disaggregated."""
+    commit_mode: CommitMode = CommitMode.IN_PLACE
+    """What becomes of requests that run when a set is committed: they go on, with their keys and
+    values (in_place) or new ones (retract), or are ended and go on from
+    their tokens with new ones (abort).
+    """
+    max_groups_in_flight: int = Field(default=0, ge=0)
+    """Groups that are rolled out at once, in fully_async; 0: as many as max_policy_lag allows."""
     training_interval_steps: int = Field(default=10, ge=1)
     """The drafter trains in every so many RL steps."""
     min_workers_for_training: int = Field(default=1, ge=1)
@@ -147,6 +168,7 @@ class CoordinatorConfig(ServiceConfig):
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
+        self._check_tracks()
         if not self.heldout_path:
             return
         evaluation, section = self.evaluated_by, "coordinator.evaluation"
@@ -158,6 +180,58 @@ class CoordinatorConfig(ServiceConfig):
             )
 
         _check_reward(section, evaluation.environment, evaluation.reward)
+
+    def _check_tracks(self) -> None:
+        """Raises ConfigError for a schedule and a placement that contradict other settings."""
+        schedule, lag = self.schedule, self.policy_lag
+        lags = {
+            Schedule.SYNC: lag == 0,
+            Schedule.ONE_STEP_OFF: lag == 1,
+            Schedule.FULLY_ASYNC: lag >= 1,
+        }
+        if not lags[schedule]:
+            allowed = {Schedule.SYNC: "0", Schedule.ONE_STEP_OFF: "1", Schedule.FULLY_ASYNC: ">= 1"}
+            raise ConfigError(
+                f"coordinator.max_policy_lag does not fit coordinator.schedule={schedule}",
+                seen=lag,
+                allowed=allowed[schedule],
+            )
+        colocated = self.placement is Placement.COLOCATED
+        if colocated != (self.learner_slots == 0):
+            raise ConfigError(
+                f"coordinator.learner_slots does not fit coordinator.placement={self.placement}",
+                seen=self.learner_slots,
+                allowed="0" if colocated else ">= 1",
+            )
+        if schedule is Schedule.SYNC:
+            return
+        if self.drafter_enabled and self.drafter_schedule == "serial":
+            raise ConfigError(
+                "a serial drafter trains while nothing is rolled out",
+                seen=f"coordinator.schedule={schedule}",
+                allowed=f"coordinator.schedule={Schedule.SYNC}, or drafter_schedule=harvest",
+            )
+        if schedule is Schedule.ONE_STEP_OFF:
+            return
+        if self.open_traffic:
+            raise ConfigError(
+                "in open traffic the groups of a step are those that agents bring to it",
+                seen=f"coordinator.schedule={schedule}",
+                allowed=f"{Schedule.SYNC} or {Schedule.ONE_STEP_OFF}, or tasks_path",
+            )
+        if 0 < self.max_groups_in_flight < self.prompts_per_step:
+            raise ConfigError(
+                "a step's groups begin together; set coordinator.max_groups_in_flight",
+                seen=self.max_groups_in_flight,
+                allowed=f"0, or at least prompts_per_step={self.prompts_per_step}",
+            )
+
+    @property
+    def policy_lag(self) -> int:
+        """Versions that a group may be older than the policy."""
+        if self.max_policy_lag is not None:
+            return self.max_policy_lag
+        return 0 if self.schedule is Schedule.SYNC else 1
 
     @property
     def evaluated_by(self) -> Scoring:
@@ -184,6 +258,13 @@ class CoordinatorConfig(ServiceConfig):
             accuracy_every=self.evaluation.every,
             probe_enabled=evaluated and self.evaluation.probe_prompts > 0,
             probe_every=self.evaluation.probe_every,
+            schedule=self.schedule,
+            placement=self.placement,
+            max_policy_lag=self.policy_lag,
+            learner_slots=self.learner_slots,
+            commit_mode=self.commit_mode,
+            groups_per_step=self.prompts_per_step,
+            max_groups_in_flight=self.max_groups_in_flight,
         )
 
 

@@ -1,7 +1,7 @@
-"""Runs a run: event -> machine -> journal -> facts -> commands, until it is over.
+"""Runs a run: events -> machine -> journal -> facts -> commands, until it is over.
 
-The journal has an event before anybody acts on it, so a new runner of the same run takes up where
-this one ended.
+Events that wait are decided, written and told together. The journal has them before anybody acts on
+one, so a new runner of the same run takes up where this one ended.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from coordinator.calls import traffic
 from coordinator.calls.base import Calls
 from coordinator.calls.executor import Executor
 from coordinator.calls.gateway import run_started
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
-from coordinator.journal.journal import Journal
+from coordinator.journal.journal import TOGETHER, Journal
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import IN_STEP, OPTIONAL, Phase, Service, State
+from coordinator.machine.state import OPTIONAL, Phase, Service, State
 from coordinator.machine.step import step
 from coordinator.metrics import SLOT_TIME
 from coordinator.stall import StallWatch
-from coordinator.step_span import StepSpan
+from coordinator.step_span import StepSpans
 from coordinator.transitions import Publish, Transitions
+from paceline.errors import FailedPrecondition
 from paceline.telemetry import get_logger
+
+HAND_BACK_S = 180.0
+"""That a run which has failed waits for its slots to go back to the engine."""
 
 
 class Runner:
@@ -57,12 +62,13 @@ class Runner:
             journal,
             publish,
         )
+        self._asked: dict[int, asyncio.Future[State]] = {}  # by the id of an operator's event
         emit = self._queue.put_nowait
         groups = self.transitions.groups
         self._calls = Calls(config, peers, source, groups, emit, self.now, self._state)
         self._executor = Executor(self._calls, emit)
         self.stall = StallWatch(self._calls)
-        self._span = StepSpan()
+        self._spans = StepSpans()
         self._log = get_logger("coordinator")
 
     def now(self) -> float:
@@ -76,6 +82,19 @@ class Runner:
         self._queue.put_nowait(event)
         return step(self.transitions.state, event)[0].settings.total_steps
 
+    async def choose(self, event: events.DrafterChosen | events.DrafterUnpinned) -> State:
+        """Applies an operator's choice in its turn; returns the state before it.
+
+        Raises FailedPrecondition when the run ends first.
+        """
+        applied: asyncio.Future[State] = asyncio.get_running_loop().create_future()
+        self._asked[id(event)] = applied
+        self._queue.put_nowait(event)
+        try:
+            return await applied
+        finally:
+            del self._asked[id(event)]
+
     def _state(self) -> State:
         return self.transitions.state
 
@@ -85,45 +104,71 @@ class Runner:
 
         The outcome stands in `transitions.state`: phase FINISHED, or FAILED with its failure.
         """
-        stall = asyncio.create_task(self.stall.run())
-        stall.add_done_callback(self._stall_ended)
+        beside = [
+            asyncio.create_task(work) for work in (self.stall.run(), traffic.listen(self._calls))
+        ]
+        for task in beside:
+            task.add_done_callback(self._beside_ended)
         try:
             await self._replay()
             return await _unless(stop, self._to_the_end())
         finally:
-            stall.cancel()
+            for task in beside:
+                task.cancel()
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(FailedPrecondition("the run has ended"))
             await self._executor.close()
-            self._span.end()
+            self._spans.end()
 
-    def _stall_ended(self, task: asyncio.Task[None]) -> None:
+    def _beside_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (defect := task.exception()) is not None:
             self._queue.put_nowait(defect)
 
     async def _to_the_end(self) -> None:
         await self._begin()
         while self.transitions.state.phase not in (Phase.FINISHED, Phase.FAILED):
-            event = await self._queue.get()
-            if isinstance(event, BaseException):
-                raise event
-            await self._apply(event)
+            await self._apply(*await self._waiting())
+        if self.transitions.state.phase is Phase.FAILED:
+            await self._executor.ended(commands.HandBack, HAND_BACK_S)
 
-    async def _apply(self, event: Event) -> None:
-        """One transition, and what follows from it."""
-        before, issued, fell = await self.transitions.apply(event)
-        self.stall.observe(event, self.transitions.state)
-        if fell is not None:
-            drafter = before.versions.drafter
-            self._queue.put_nowait(events.AcceptanceFell(self.now(), drafter, fell))
-        for command in issued:
-            self._execute(command)
+    async def _waiting(self) -> list[Event]:
+        """All events that wait, one at least, as many as one write takes. Raises our own defect,
+        and CancelledError when a cancellation came that Redis' answer has overtaken: before Python
+        3.12 asyncio.wait_for, which the client sends with, returns a result that is there and
+        forgets the cancellation.
+        """
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        found: list[Event] = []
+        while not found or (len(found) < TOGETHER and not self._queue.empty()):
+            one = await self._queue.get()
+            if isinstance(one, BaseException):
+                raise one
+            found.append(one)
+        return found
+
+    async def _apply(self, *happened: Event) -> None:
+        """Their transitions, and what follows from them."""
+        for one in await self.transitions.apply(*happened):
+            self.stall.observe(one.event, one.after)
+            asked = self._asked.get(id(one.event))
+            if asked is not None and not asked.done():
+                asked.set_result(one.before)
+            if one.fell is not None:
+                drafter = one.before.versions.drafter
+                self._queue.put_nowait(events.AcceptanceFell(self.now(), drafter, one.fell))
+            for command in one.issued:
+                self._execute(command)
 
     def _execute(self, command: Command) -> None:
         match command:
             case commands.BeginStep(number):
-                traceparent = self._span.begin(self._config.run.id, number)
+                traceparent = self._spans.begin(self._config.run.id, number)
                 self._queue.put_nowait(events.StepBegan(self.now(), number, traceparent))
-            case commands.CloseStep():
-                self._span.end()
+            case commands.CloseStep(number):
+                self._spans.end(number)
                 for use, seconds in self.transitions.records.finished[-1].slot_s.items():
                     SLOT_TIME.record(seconds, use=use)
             case commands.Refuse(event, seen, current):
@@ -131,7 +176,8 @@ class Runner:
             case commands.FinishRun():
                 pass  # the phase says so
             case _:
-                self._executor.execute(command, self._span.context())
+                step = getattr(command, "step", self.transitions.state.step)
+                self._executor.execute(command, self._spans.context(step))
 
     # --- begin ------------------------------------------------------------------------------------
 
@@ -139,8 +185,9 @@ class Runner:
         await self.transitions.replay()
         self._last_s = max(self._last_s, self.transitions.at_s)
         state = self.transitions.state
-        if state.phase in IN_STEP or state.failed_phase:
-            self._span.take_up(self.transitions.traceparent)
+        for number, traceparent in self.transitions.traceparents.items():
+            if number >= state.step:
+                self._spans.take_up(number, traceparent)
 
     async def _begin(self) -> None:
         state = self.transitions.state

@@ -12,7 +12,9 @@ from coordinator.calls.peers import Peers
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.facts import all_slots
 from coordinator.journal.journal import Journal
-from coordinator.machine.state import Phase
+from coordinator.machine import events
+from coordinator.machine.choice import objection
+from coordinator.machine.state import Phase, State
 from coordinator.machine.step import LIVE
 from coordinator.runner import Runner
 from paceline.errors import FailedPrecondition, RunFailed
@@ -50,12 +52,13 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             run_id=self._run_id,
             step=state.step,
             total_steps=state.settings.total_steps,
-            phase=state.phase.value,
+            phase=state.doing,
             slots=all_slots(state),
             versions=versions_to_proto(state.versions),
             last_step=records.finished[-1] if records.finished else None,
             failure=state.failure,
             away=sorted(state.lost),
+            drafters=drafters_of(state),
         )
 
     async def ListSteps(
@@ -66,11 +69,62 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
         """Ends the run with the running step. FailedPrecondition when no run goes on."""
+        self._require_live()
+        return pb.StopRunResponse(total_steps=self._runner.request_stop())
+
+    async def RollBack(self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext) -> Any:
+        """Goes back to the drafter before. FailedPrecondition naming what speaks against it."""
+        if request.HasField("policy_version"):
+            raise FailedPrecondition(
+                "a run does not go back to an older policy: its trainer would go on from the newer",
+                seen=f"p{request.policy_version}",
+                allowed="end it (paceline stop) and begin another with a checkpoint of it as "
+                "start policy: <run.dir>/checkpoints/policy/step-<version>",
+            )
+        return pb.RollBackResponse(drafters=await self._choose(request, lasting=False))
+
+    async def PinDrafter(
+        self, request: pb.PinDrafterRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Keeps a drafter serving. FailedPrecondition naming what speaks against it."""
+        return pb.PinDrafterResponse(drafters=await self._choose(request, lasting=True))
+
+    async def UnpinDrafter(
+        self, request: pb.UnpinDrafterRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Takes a choice away. FailedPrecondition when no run goes on."""
+        self._require_live()
+        await self._runner.choose(events.DrafterUnpinned(self._runner.now()))
+        return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
+
+    async def _choose(
+        self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool
+    ) -> pb.DrafterChoice:
+        self._require_live()
+        version = request.drafter_version if request.HasField("drafter_version") else None
+        event = events.DrafterChosen(self._runner.now(), version, lasting)
+        against = objection(await self._runner.choose(event), event)
+        if against is not None:
+            raise FailedPrecondition(against.message, seen=against.seen, allowed=against.allowed)
+        return drafters_of(self._runner.transitions.state)
+
+    def _require_live(self) -> None:
         phase = self._runner.transitions.state.phase
         if phase not in LIVE:
             allowed = ", ".join(one for one in Phase if one in LIVE)
             raise FailedPrecondition("no run goes on", seen=phase, allowed=f"phase {allowed}")
-        return pb.StopRunResponse(total_steps=self._runner.request_stop())
+
+
+def drafters_of(state: State) -> pb.DrafterChoice:
+    """What an operator may choose from, and what was chosen."""
+    pin = state.pin
+    return pb.DrafterChoice(
+        serving=state.versions.drafter,
+        previous=state.previous_drafter,
+        promoted=state.promoted,
+        chosen=pin.version if pin else None,
+        pinned=pin is not None and pin.lasting,
+    )
 
 
 async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:

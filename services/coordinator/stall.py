@@ -53,8 +53,10 @@ class StallWatch:
 
     def observe(self, event: Event, after: State) -> None:
         """Takes one transition in."""
-        self._activity.waits_for = _WAITS_FOR.get(after.phase, "")
-        doing = f"{after.phase} of step {after.step}" if after.phase in LIVE else ""
+        # Rollouts first: where both tracks go on, these are what the learner waits for next.
+        waits = (_WAITS_FOR.get(one, "") for one in Phase if one in after.phases)
+        self._activity.waits_for = next(filter(None, waits), "")
+        doing = f"{after.doing} of step {after.step}" if after.phase in LIVE else ""
         if isinstance(event, _NO_PROGRESS):
             return
         if doing != self._activity.doing:

@@ -10,35 +10,36 @@ from opentelemetry.trace import Span, set_span_in_context
 from paceline.telemetry import extract, inject, tracer
 
 
-class StepSpan:
-    """The span of the running step, if one runs."""
+class StepSpans:
+    """The spans of the running steps, of which asynchronous schedules have several."""
 
     def __init__(self) -> None:
-        self._span: Span | None = None
+        self._spans: dict[int, Span] = {}
 
     def begin(self, run_id: str, step: int) -> str:
-        """Ends the former step's span and begins the next; returns its traceparent."""
-        self.end()
+        """Begins a step's span, another one where it has begun; returns its traceparent."""
+        self.end(step)
         attributes: dict[str, str | int] = {"paceline.run": run_id, "paceline.step": step}
         # A root of its own, whatever span the caller is in: one trace per RL step.
         root = otel_context.Context()
-        self._span = tracer().start_span("step", context=root, attributes=attributes)
-        return inject(set_span_in_context(self._span)).get("traceparent", "")
+        span = tracer().start_span("step", context=root, attributes=attributes)
+        self._spans[step] = span
+        return inject(set_span_in_context(span)).get("traceparent", "")
 
-    def take_up(self, traceparent: str) -> None:
+    def take_up(self, step: int, traceparent: str) -> None:
         """Goes on in the trace of a step that a former coordinator began."""
         parent = extract({"traceparent": traceparent})
-        self._span = tracer().start_span("step", context=parent)
+        self._spans[step] = tracer().start_span("step", context=parent)
 
-    def context(self) -> contextvars.Context:
-        """A copy of the caller's context in which the span is current."""
+    def context(self, step: int | None) -> contextvars.Context:
+        """A copy of the caller's context in which the step's span is current, if it runs."""
         context = contextvars.copy_context()
-        if self._span is not None:
-            context.run(otel_context.attach, set_span_in_context(self._span))
+        span = None if step is None else self._spans.get(step)
+        if span is not None:
+            context.run(otel_context.attach, set_span_in_context(span))
         return context
 
-    def end(self) -> None:
-        """Ends the span; nothing without one."""
-        if self._span is not None:
-            self._span.end()
-            self._span = None
+    def end(self, step: int | None = None) -> None:
+        """Ends the step's span, or all; nothing without one."""
+        for ended in [one for one in self._spans if step in (None, one)]:
+            self._spans.pop(ended).end()

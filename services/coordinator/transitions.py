@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from coordinator.calls.groups import ClosedGroups
-from coordinator.journal.entry import changed_slots, entry_of
+from coordinator.journal.entry import JournalEntry, changed_slots, entry_of
 from coordinator.journal.facts import fact_of
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import StepRecords
+from coordinator.journal.snapshot import Snapshot
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event, StepBegan
 from coordinator.machine.state import MachineError, State
@@ -19,15 +20,20 @@ from paceline.errors import DataLoss, InternalError
 from paceline.telemetry import get_logger
 from paceline.v1.coordinator_pb2 import Fact, StepRecord
 
-Publish = Callable[[Fact], Awaitable[object]]
+Publish = Callable[..., Awaitable[object]]
+"""Takes facts, and sends them as one message."""
 
 
 class Applied(NamedTuple):
     """What follows from an event."""
 
     before: State
+    event: Event
+    after: State
     issued: tuple[Command, ...]
     fell: dict[str, float] | None  # figures of an acceptance that fell
+    entry: JournalEntry
+    fact: Fact | None
 
 
 class Transitions:
@@ -49,18 +55,20 @@ class Transitions:
         self.records = StepRecords()
         self.groups = ClosedGroups()
         self.at_s = 0.0  # of the newest event
-        self.traceparent = ""  # of the newest step
+        self.traceparents: dict[int, str] = {}  # of the steps that have begun, and the last one
         self._run_id = run_id
         self._samples = samples
         self._snapshot_entries = snapshot_entries
         self._journal = journal
         self._publish = publish
         self._watch = AcceptanceWatch(rollback_drop)
+        self._due: Snapshot | None = None
         self._log = get_logger("coordinator")
 
     async def replay(self) -> None:
         """Applies the events of the journal, once: those behind its newest snapshot, where it has
-        one. Raises what reading raises.
+        one. Raises what reading raises, and DataLoss for an entry that does not follow from those
+        before it.
         """
         try:
             newest = await self._journal.newest()
@@ -70,48 +78,87 @@ class Transitions:
         if newest is not None:
             snapshot, finished = newest
             self.state, self.records = snapshot.state, StepRecords(finished, snapshot.records)
-            self.at_s, self.traceparent = snapshot.at_s, snapshot.traceparent
+            self.at_s = snapshot.at_s
+            self.groups.take_up(snapshot.groups)
+            self.traceparents = {int(step): one for step, one in snapshot.traceparents.items()}
             self._watch.last = snapshot.watched
         async for entry in self._journal.entries():
-            after = step(self.state, entry.event)[0]
+            after = self._follows(entry)
             self._observe(self.state, entry.event, after)
             self.state = after
 
-    async def apply(self, event: Event) -> Applied:
-        """One transition: durable, then told. Raises InternalError for an illegal event, and errors
-        of the journal.
-        """
-        before = self.state
+    def _follows(self, entry: JournalEntry) -> State:
+        """The state after an entry of the journal."""
+        what = f"journal entry {self._journal.count} of run {self._run_id}"
+        if entry.body.step != self.state.step:
+            message = f"{what} does not follow from those before it, as if of another run"
+            raise DataLoss(message, seen=f"step {entry.body.step}", allowed=self.state.step)
         try:
-            after, issued = step(before, event)
+            return step(self.state, entry.event)[0]
         except MachineError as error:
-            raise InternalError(str(error), reason="ILLEGAL_EVENT") from error
+            raise DataLoss(f"{what} does not follow from those before it: {error}") from error
 
-        changed = changed_slots(before, after)
-        record, fell = self._observe(before, event, after)
-        await self._journal.append(entry_of(before, event, after, changed, record))
-        self.state = after
-        if after.step > before.step and self._journal.since_snapshot >= self._snapshot_entries:
-            watched = self._watch.last
-            await self._journal.save(after, self.records, self.traceparent, self.at_s, watched)
-        fact = fact_of(
-            *(self._run_id, before, event, after, issued, changed),
-            record=record,
-            samples=self._samples,
-        )
-        if fact is not None:
-            await self._publish(fact)
-        name = type(event).__name__
-        say = self._log.debug if after.phase is before.phase else self._log.info
-        say(name, step=before.step, phase=after.phase.value, epoch=after.epoch)
-        return Applied(before, issued, fell)
+    async def apply(self, *happened: Event) -> list[Applied]:
+        """One transition an event, in order: all durable by one write, then told by one message.
+
+        Raises InternalError for an illegal event, once those before it are durable and told, and
+        errors of the journal.
+        """
+        applied, defect = self._decide(happened)
+        if applied:
+            await self._journal.append(*(one.entry for one in applied))
+            self.state = applied[-1].after
+        if facts := [one.fact for one in applied if one.fact is not None]:
+            await self._publish(*facts)
+        if self._due is not None:
+            await self._journal.save(self._due, self.records.finished)
+            self._due = None
+        log = self._log.bind()  # else each line binds anew, which costs more than a debug line
+        for before, event, after, *_ in applied:
+            say = log.debug if after.doing == before.doing else log.info
+            say(type(event).__name__, step=before.step, phase=after.doing, epoch=after.epoch)
+        if defect is not None:
+            raise InternalError(str(defect), reason="ILLEGAL_EVENT") from defect
+        return applied
+
+    def _decide(self, happened: Sequence[Event]) -> tuple[list[Applied], MachineError | None]:
+        """What follows from the events, up to one that is illegal."""
+        applied: list[Applied] = []
+        before = self.state
+        for event in happened:
+            try:
+                after, issued = step(before, event)
+            except MachineError as error:
+                return applied, error
+            changed = changed_slots(before, after)
+            record, fell = self._observe(before, event, after)
+            told = (self._run_id, before, event, after, issued, changed, record, self._samples)
+            entry = entry_of(before, event, after, changed, record)
+            applied.append(Applied(before, event, after, issued, fell, entry, fact_of(*told)))
+            if after.step > before.step:
+                self._step_ends(after, len(applied))
+            before = after
+        return applied, None
+
+    def _step_ends(self, after: State, pending: int) -> None:
+        """Keeps what a snapshot says, where one is due; `pending`: entries up to here that are not
+        written yet.
+        """
+        if self._journal.since_snapshot + pending >= self._snapshot_entries:
+            traces = {str(one): trace for one, trace in self.traceparents.items()}
+            self._due = Snapshot(
+                *(self._journal.count + pending, self.at_s, traces, after),
+                *(self.records.carried(), self.groups.kept(), self._watch.last),
+            )
 
     def _observe(
         self, before: State, event: Event, after: State
     ) -> tuple[StepRecord | None, dict[str, float] | None]:
         """The record that was closed or amended, and the figures of an acceptance that fell."""
         self.at_s = max(self.at_s, event.at_s)
-        if isinstance(event, StepBegan):
-            self.traceparent = event.traceparent
+        if isinstance(event, StepBegan) and after.rollouts.step > before.rollouts.step:
+            self.traceparents[event.step] = event.traceparent
+        if after.step > before.step:
+            self.traceparents.pop(before.step - 1, None)
         self.groups.observe(before, event, after)
         return self.records.observe(before, event, after), self._watch.observe(before, event)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coordinator.machine.events import Event, TasksFinished
-from coordinator.machine.state import Phase, State
+from coordinator.machine.rollout import draw_of
+from coordinator.machine.state import State
 
 
 class AcceptanceWatch:
@@ -21,9 +22,7 @@ class AcceptanceWatch:
 
     def observe(self, before: State, event: Event) -> dict[str, float] | None:
         """Takes one transition in; a fall's figures, once per change of drafter, else None."""
-        if not isinstance(event, TasksFinished) or before.phase is not Phase.ROLLOUT:
-            return None
-        if event.epoch != before.phase_epoch:
+        if not isinstance(event, TasksFinished) or draw_of(before, event.epoch) is None:
             return None
         tokens = event.details.get("trained_round_tokens")
         rounds = event.details.get("trained_rounds")

@@ -6,13 +6,14 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from paceline import telemetry
-from paceline.errors import FailedPrecondition, PacelineError
+from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Save, Saved
@@ -22,6 +23,7 @@ FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000
 PREEMPT_S = 2.0  # until ranks are killed that nobody waits for
 KILL_S = 10.0
+_NO_ACTIVATION = "no activation of this lease trains"
 START_S = 90.0  # import torch, read the drafter and the policy's head
 
 log = telemetry.get_logger("drafter_trainer.driver")
@@ -33,24 +35,41 @@ class Lease:
 
     epoch: int
     deadline_s: float  # training must have begun by then
+    slots: dict[int, float]  # of the lease, in the order of the ranks; time.monotonic() since when
     began: float = field(default_factory=time.monotonic)
     # ends with Stopped or error
     news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
     sent: bool = False  # the ranks know of it
     stopping: asyncio.Task[None] | None = None
+    joins: dict[int, asyncio.Future[m.SlotsJoined]] = field(default_factory=dict)  # by slots then
+
+    @property
+    def slot_s(self) -> float:
+        """Seconds that it has had its slots, summed."""
+        now = time.monotonic()
+        return sum(now - since for since in self.slots.values())
+
+    def joined(self, news: m.SlotsJoined) -> None:
+        """Ranks of more slots train."""
+        waiting = self.joins[news.slots]
+        if not waiting.done():
+            waiting.set_result(news)
 
     def end(self, last: m.Stopped | PacelineError) -> None:
         """The slots are free."""
         if not self.over.is_set():
             self.news.put_nowait(last)
             self.over.set()
+            for waiting in self.joins.values():
+                waiting.cancel()
 
 
 class DrafterDriver:
     """Has ranks train under leases. `watched.supervise` must be running."""
 
     def __init__(self, config: DrafterTrainerConfig) -> None:
+        self._ranks = config.ranks
         self.watched = WatchedRanks[m.Message](
             RankGroup(
                 "drafter_trainer.rank",
@@ -106,7 +125,8 @@ class DrafterDriver:
                 )
             await self.stop_lease(old)
 
-        lease = self.lease = Lease(command.epoch, deadline_s)
+        since = dict.fromkeys(command.slots, time.monotonic())
+        lease = self.lease = Lease(command.epoch, deadline_s, since)
         try:
             await self.watched.wait_ready(deadline_s)
             if not lease.over.is_set():
@@ -118,6 +138,32 @@ class DrafterDriver:
                 self._end(lease, self._nothing_done(lease))
 
         return lease
+
+    async def join(self, epoch: int, slots: Sequence[int], deadline_s: float) -> m.SlotsJoined:
+        """Has the activation of that lease train on these slots, too; its answer once it does.
+
+        A repeated call gets the answer of the first. Raises FailedPrecondition when no such
+        activation trains, or it ends before, and DeadlineExceeded.
+        """
+        lease = self.lease
+        if lease is None or lease.epoch != epoch or not lease.sent or lease.stopping is not None:
+            raise FailedPrecondition(_NO_ACTIVATION, seen=epoch, allowed=f"{self.epoch}")
+        new = sorted(set(slots) - lease.slots.keys())
+        lease.slots |= dict.fromkeys(new, time.monotonic())
+        number = len(lease.slots)
+        if new:
+            lease.joins[number] = asyncio.get_running_loop().create_future()
+            await self.watched.send(m.Join(epoch, list(lease.slots)))
+        elif number not in lease.joins:
+            return m.SlotsJoined(epoch, number, min(number, self._ranks))
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.wait({lease.joins[number]})
+        except TimeoutError as error:
+            raise DeadlineExceeded("the ranks do not join", seen=f"{deadline_s} s") from error
+        if lease.joins[number].cancelled():
+            raise FailedPrecondition(_NO_ACTIVATION, seen=epoch, allowed=f"{self.epoch}")
+        return lease.joins[number].result()
 
     async def preempt(self, lease: Lease, deadline_s: float) -> float:
         """Stops a lease on command; returns the seconds until its slots were free."""
@@ -181,6 +227,9 @@ class DrafterDriver:
                 self.standing = message
             case m.Saving():
                 self.saving = message
+            case m.SlotsJoined(epoch):
+                if self.lease is not None and self.lease.epoch == epoch:
+                    self.lease.joined(message)
             case Saved():
                 pass  # goes to who asked for it
             case m.Stopped(epoch):

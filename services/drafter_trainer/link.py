@@ -24,6 +24,9 @@ ENTRIES_PER_READ = 256
 READ_S = 1.0
 """A read that takes longer is given up: preemption must not wait for Redis."""
 
+Turn = m.Activate | m.Join | Save
+"""Commands that all ranks carry out in the order in which they were sent."""
+
 log = telemetry.get_logger("drafter_trainer.link")
 
 
@@ -31,15 +34,15 @@ class TrainerLink:
     """Blocking, for the one thread of a rank; only rank 0 has a stream.
 
     Commands that may be obeyed at any time (new heads, serving versions) go to `on_command` as soon
-    as they are seen; a preemption is kept for the loop to find; activations and checkpoints wait
-    for their turn, because all ranks take part in them.
+    as they are seen; a preemption is kept for the loop to find; activations, joins and checkpoints
+    wait for their turn, because all ranks take part in them.
     """
 
     def __init__(self, link: RankLink, stream: Stream | None, target: ModelConfig) -> None:
         self._link, self._stream, self._target = link, stream, target
         self._runner = asyncio.Runner()
         self._preempted_epoch = 0
-        self._turns: deque[m.Activate | Save] = deque()
+        self._turns: deque[Turn] = deque()
         self.on_command: Callable[[m.Message], None] = lambda message: None
         self.stopping = False
         self.dropped: Counter[str] = Counter()  # entries that became no sample, by reason
@@ -48,11 +51,21 @@ class TrainerLink:
         """To the parent."""
         self._link.send(m.MESSAGES.encode(message))
 
-    def wait_turn(self, timeout_s: float) -> m.Activate | Save | None:
+    def wait_turn(self, timeout_s: float) -> Turn | None:
         """The next command that takes a turn of its own; others are obeyed meanwhile."""
         if not self._turns:
             self._obey(self._link.receive(timeout_s))
         return self._turns.popleft() if self._turns else None
+
+    def next_turn(self, deadline_s: float) -> Turn:
+        """The next command that takes a turn; DeadlineExceeded when none comes in time."""
+        self.wait_until(lambda: bool(self._turns), deadline_s)
+        return self._turns.popleft()
+
+    def joins(self, epoch: int) -> bool:
+        """Whether the next turn adds slots to the lease of that epoch."""
+        first = self._turns[0] if self._turns else None
+        return isinstance(first, m.Join) and first.epoch == epoch
 
     def wait_until(self, known: Callable[[], bool], deadline_s: float) -> None:
         """Obeys commands until `known()`; DeadlineExceeded when it does not come true in time."""
@@ -76,7 +89,7 @@ class TrainerLink:
         message = m.MESSAGES.decode(data)
         if isinstance(message, m.Preempt):
             self._preempted_epoch = max(self._preempted_epoch, message.epoch)
-        elif isinstance(message, m.Activate | Save):
+        elif isinstance(message, m.Activate | m.Join | Save):
             self._turns.append(message)
         else:
             self.on_command(message)

@@ -24,6 +24,14 @@ class Activate:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """Train on these slots from now on: those of the activation, and new ones behind them."""
+
+    epoch: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Preempt:
     """Stop within one micro-batch."""
 
@@ -51,6 +59,15 @@ class Attached:
     """Training begins."""
 
     epoch: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsJoined:
+    """Training goes on with slots that have joined."""
+
+    epoch: int
+    slots: int  # that the activation has now
     world_size: int
 
 
@@ -141,11 +158,13 @@ class Saving:
 
 Message = (
     Activate
+    | Join
     | Preempt
     | NewHead
     | Serving
     | Save
     | Attached
+    | SlotsJoined
     | Judged
     | Stopped
     | Standing

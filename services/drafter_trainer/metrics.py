@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -136,11 +136,15 @@ def record_decision(decision: Judged) -> None:
 
 @contextmanager
 def micro_step_span(
-    epoch: int, policy_version: int, kind: str
+    epoch: int, slots: Sequence[int], policy_version: int, kind: str
 ) -> Iterator[Callable[[MicroResult], None]]:
-    """The span of one micro-batch under a lease; call what it gives with the result."""
+    """The span of one micro-batch on slots of a lease; call what it gives with the result."""
     with span(
-        "drafter.micro_step", epoch=epoch, policy_version=policy_version, drafter=kind
+        "drafter.micro_step",
+        epoch=epoch,
+        slots=list(slots),
+        policy_version=policy_version,
+        drafter=kind,
     ) as current:
 
         def record(result: MicroResult) -> None:

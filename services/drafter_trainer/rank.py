@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.gate.candidates import Candidates
 from drafter_trainer.learn import sharing
 from drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_head
-from drafter_trainer.learn.membership import Members, Membership
+from drafter_trainer.learn.membership import Membership
 from drafter_trainer.learn.students import Students, initial_nets
 from drafter_trainer.link import TrainerLink, activation_span
 from drafter_trainer.metrics import CHECKPOINTS_DAMAGED
@@ -42,6 +43,7 @@ from paceline.weights.integrity import check_spooled
 IDLE_S = 1.0
 SPECULATOR = "speculator"
 HEAD_DEADLINE_S = 20.0
+JOIN_DEADLINE_S = 20.0
 COLLECTIVE_S = 120.0
 
 log = telemetry.get_logger("drafter_trainer.rank")
@@ -73,6 +75,7 @@ class Rank:
         self.learner = self.students.primary.learner
         self.trainer = DrafterTrainer(config, self.students, self.heads, self.link, candidates)
         self.trainer.after_step = self.save_if_due
+        self.trainer.take_in = self.take_in
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
@@ -102,6 +105,10 @@ class Rank:
                 case m.Activate() as command:
                     with activation_span(command):
                         self.activate(command)
+                case m.Join() as command:  # by who trains not yet, or when it is over
+                    if self._join(command, running=False) and self.learner.members.takes_part:
+                        self._follow()
+                        self._leave()
                 case Save(command_id):
                     number = self.save(always=True)
                     self._writer.wait()
@@ -117,27 +124,61 @@ class Rank:
 
         All ranks take part in forming the group; those that are no members then wait again.
         """
-        if not self.membership.stays(command.slots):
-            self._writer.wait()  # the writing thread uses the group
-        members = self.membership.join(command.slots)
-        for student in self.students:
-            student.learner.attach(members)
+        self._gather(command.slots)
         stopped = None
         if self.rank == 0:
             stopped = self.trainer.run_activation(command)
-        elif members.takes_part:
-            self._follow(members)
+        elif self.learner.members.takes_part:
+            self._follow()
 
-        for student in self.students:
-            student.learner.offload()
-        members.meet()  # the slots are free when all have left them
+        self._leave()
         if stopped is not None:
             self.link.send(stopped)
 
-    def _follow(self, members: Members) -> None:
+    def take_in(self, epoch: int) -> Sequence[int] | None:
+        """Rank 0, between two micro-batches: the slots from now on, if some have joined the lease.
+
+        A partial gradient goes along, so nothing waits for the end of an optimiser step; a
+        checkpoint that is being written ends first, beside the training.
+        """
+        if not self.link.joins(epoch) or self._writer.busy:
+            return None
+        command = self.link.next_turn(0)
+        assert isinstance(command, m.Join)
+        sharing.announce("join", self.learner.members)
+        self._join(command, running=True)
+        size = self.learner.members.size
+        self.link.send(m.SlotsJoined(epoch, len(command.slots), size))
+        return command.slots
+
+    def _join(self, command: m.Join, *, running: bool) -> bool:
+        """Trains on these slots if rank 0's activation is `running`; returns whether it is.
+
+        A collective of all ranks: one for every Join that was sent, also when it comes too late.
+        """
+        if not self.membership.agreed(running=running):
+            return False
+        self._gather(command.slots)
+        return True
+
+    def _gather(self, slots: Sequence[int]) -> None:
+        """Brings everything to the ranks of these slots."""
+        if not self.membership.stays(slots):
+            self._writer.wait()  # the writing thread uses the group
+        members = self.membership.join(slots)
+        for student in self.students:
+            student.learner.attach(members)
+
+    def _leave(self) -> None:
+        """The slots are free when all members have left them."""
+        for student in self.students:
+            student.learner.offload()
+        self.learner.members.meet()
+
+    def _follow(self) -> None:
         """Takes part in every collective that rank 0 announces."""
         while True:
-            student, told = sharing.receive(members)
+            student, told = sharing.receive(self.learner.members)
             learner = self.students[student].learner
             match told:
                 case "stop":
@@ -146,6 +187,10 @@ class Rank:
                     learner.snapshot()
                 case "save":
                     self.save()
+                case "join":
+                    command = self.link.next_turn(JOIN_DEADLINE_S)
+                    assert isinstance(command, m.Join), "ranks have their commands in one order"
+                    self._join(command, running=False)
                 case PackedRow():
                     learner.micro_step(told, self._head(told.lm_head_hash))
 

@@ -19,7 +19,7 @@ from drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.messages import shared_fields, to_message
 from paceline.models.config import check_model
-from paceline.rpc import EPOCHS, EpochGuard, Server, channel, check_run
+from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
 from paceline.rpc.progress import add_progress
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
@@ -35,6 +35,7 @@ SERVICE_NAME = "paceline.v1.DrafterService"
 GRACE_S = 5.0
 PUSH_GRACE_S = 0.5  # Detached waits this long for a push; the next activation reports the rest
 SAVE_DEADLINE_S = 30.0
+JOIN_S = 30.0
 
 
 class HeadHooks:
@@ -77,7 +78,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """
         check_run(request.context, self._config.run.id)
         slots = _checked(request.slots)
-        self._guard.check(request.context)
+        self._guard.check(request.context, Track.DRAFTER)
         epoch = request.context.epoch
         if epoch <= self._preempted_epoch:  # Preempt has overtaken its Activate
             yield _detached(
@@ -100,7 +101,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 yield response
         finally:
             self._ranks.abandon(lease)
-            SLOT_TIME.record(len(request.slots) * (time.monotonic() - lease.began))
+            SLOT_TIME.record(lease.slot_s)
 
     async def _news(
         self, lease: Lease, context: CommandContext
@@ -159,13 +160,25 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             raise message
         return message
 
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
+        """Adds slots to the activation of the lease; answered when it trains on them.
+
+        FailedPrecondition when it is over or stops: its slots are then free with the others.
+        """
+        check_run(request.context, self._config.run.id)
+        slots, epoch = _checked(request.slots), request.context.epoch
+        self._guard.check(request.context, Track.DRAFTER)
+        began, deadline_s = time.monotonic(), context.time_remaining() or JOIN_S
+        joined = await self._ranks.join(epoch, slots, deadline_s)
+        return pb.JoinResponse(join_s=time.monotonic() - began, world_size=joined.world_size)
+
     async def Preempt(self, request: pb.PreemptRequest, context: Any) -> pb.PreemptResponse:
         """Returns when the slots are free: a rank that does not stop within the deadline is killed.
 
         No newer command fences it off: to free slots is always right.
         """
         check_run(request.context, self._config.run.id)
-        self._guard.check_proof(request.context)
+        self._guard.check_proof(request.context, Track.DRAFTER)
         self._preempted_epoch = max(self._preempted_epoch, request.context.epoch)
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
@@ -195,7 +208,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> pb.SaveDrafterCheckpointResponse:
         """Returns when the checkpoint is on disk."""
         check_run(request.context, self._config.run.id)
-        self._guard.check(request.context)
+        self._guard.check(request.context, Track.DRAFTER)
         saved = await self._ranks.save(SAVE_DEADLINE_S)
         return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.version)
 

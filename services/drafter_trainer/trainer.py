@@ -41,6 +41,7 @@ class Activation:
 
     epoch: int
     max_steps: int
+    slots: Sequence[int]  # that it trains on
     data_until: float  # time.monotonic() until which an activation without rows waits
     ingest_due: float  # time.monotonic() of the next look at the features stream
     steps: int = 0
@@ -84,6 +85,8 @@ class DrafterTrainer:
         self.buffer = FeatureBuffer(config.buffer, config.run.seed)
         self.gate = PublishGate(config, students, heads, self.buffer, candidates)
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
+        # between two micro-batches: the slots from now on, if some have joined the lease
+        self.take_in: Callable[[int], Sequence[int] | None] = lambda epoch: None
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
         """Trains until preempted, out of data or done; between two micro-batches nothing is lost by
@@ -96,12 +99,14 @@ class DrafterTrainer:
         activation = Activation(
             command.epoch,
             command.max_steps,
+            command.slots,
             started + self._config.data_wait_s,
             started + INGEST_EVERY_S,
         )
         self._link.send(m.Attached(command.epoch, self._learner.members.size))
         self._tell(untold)
         while (reason := self._stop_reason(activation)) is None:
+            activation.slots = self.take_in(activation.epoch) or activation.slots
             if self.gate.judging:
                 self._advance_gate(activation)
             elif self.gate.due():
@@ -155,7 +160,9 @@ class DrafterTrainer:
             head = self._heads.get(rows[0].lm_head_hash)
             assert head is not None
             student = self.students.take_turn(rows[0].layers)
-            with micro_step_span(activation.epoch, head.policy_version, student.kind) as record:
+            slots = activation.slots[: len(rows)]
+            version, kind = head.policy_version, student.kind
+            with micro_step_span(activation.epoch, slots, version, kind) as record:
                 row = sharing.hand_out(rows, student.learner.members, student.index)
                 result = student.learner.micro_step(row, head)
                 record(result)

@@ -43,7 +43,12 @@ class PolicyTrainerConfig(ServiceConfig):
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
     reshard_after_forward: bool = False
-    """Free a layer's gathered weights between forward and backward: less memory, one more gather.
+    """Free a layer's gathered weights between forward and backward, and add up gradients in shards:
+    less memory, more communication.
+    """
+    recompute_activations: bool = False
+    """Keep of a layer's forward its input alone, and compute the rest again for the backward: less
+    memory, one more forward.
     """
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Most tokens of a rank's forward, padding included."""
@@ -53,8 +58,11 @@ class PolicyTrainerConfig(ServiceConfig):
     """Element type of pushed weights."""
     push_head: bool = True
     """Also push embed_tokens and lm_head to the drafter trainer."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Policy versions a trajectory's oldest token may lie behind the weights trained."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Policy versions that the oldest token of a group may lie behind the weights trained; a group
+    with an older one is not trained at all. Empty: coordinator.max_policy_lag in a whole run, else
+    0.
+    """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     checkpoint_keep: int = Field(default=2, ge=1)

@@ -46,6 +46,8 @@ class BatchFacts:
     trajectories: int = 0
     tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> groups
+    # policy versions between the oldest token and the weights trained -> trajectories
+    staleness: dict[str, int] = field(default_factory=dict)
     zero_variance_groups: int = 0  # trained, but without gradient
     reward_mean: float = 0.0  # over sessions
     reward_std: float = 0.0  # over sessions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.telemetry.metrics import Counter
+from paceline.telemetry.metrics import Counter, Histogram
 
 CHECKPOINTS_DAMAGED = Counter(
     "paceline.policy.checkpoints_damaged",
@@ -16,6 +16,21 @@ VERSIONS_TAKEN = Counter(
     "{version}",
     (),
     "versions whose served bits a restarted trainer took, because its replay came to others",
+)
+STALENESS = Histogram(
+    "paceline.policy.staleness",
+    "{version}",
+    (),
+    "policy versions between the oldest token of a trained trajectory and the weights trained",
+    (0, 1, 2, 3, 4, 6, 8, 12, 16, 32),
+)
+GROUPS_DROPPED = Counter(
+    "paceline.policy.groups_dropped",
+    "{group}",
+    ("reason",),
+    "groups that a step asked for and did not train; reason: stale (a token of one of its sessions "
+    "is older than `max_staleness` allows), too_few_siblings, unscored, incomplete_session or "
+    "not_finite",
 )
 NOT_FINITE = Counter(
     "paceline.policy.not_finite",

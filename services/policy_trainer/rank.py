@@ -34,9 +34,8 @@ def make_deterministic() -> None:
 def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     """The trainer of this rank, resumed. Collective."""
     mesh = form_mesh(config)
-    model = shard(
-        load_policy(Path(config.model)), mesh, reshard_after_forward=config.reshard_after_forward
-    )
+    policy = load_policy(Path(config.model), recompute=config.recompute_activations)
+    model = shard(policy, mesh, reshard_after_forward=config.reshard_after_forward)
     learner = Learner(config, model, mesh)
     zero = RankZero(config, link, learner.algorithm) if dist.get_rank() == 0 else None
     trainer = PolicyTrainer(config, learner, zero)

@@ -40,7 +40,13 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.metrics import CHECKPOINTS_DAMAGED, NOT_FINITE, VERSIONS_TAKEN
+from policy_trainer.metrics import (
+    CHECKPOINTS_DAMAGED,
+    GROUPS_DROPPED,
+    NOT_FINITE,
+    STALENESS,
+    VERSIONS_TAKEN,
+)
 from policy_trainer.publish import Publication, make_publication, merged, pull_served, push
 
 _log = get_logger(__name__)
@@ -68,7 +74,7 @@ class RankZero:
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
         self._ledger = Ledger(self._client, config.run.id)
-        self._batcher = Batcher(self._stream, self._ledger, max_staleness=config.max_staleness)
+        self._batcher = Batcher(self._stream, self._ledger, max_staleness=config.max_staleness or 0)
 
     def close(self) -> None:
         """Closes connections and the loop."""
@@ -207,6 +213,7 @@ class RankZero:
             collected = self._collected(batch)
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
+            _count(batch)
             current.set_attribute("trajectories", collected.facts.trajectories)
             current.set_attribute("zero_variance_groups", collected.facts.zero_variance_groups)
             return collected
@@ -259,12 +266,23 @@ class RankZero:
             trajectories=len(trajectories),
             tokens=sum(len(t.token_ids) for t in trajectories),
             dropped=batch.record.dropped_groups,
+            staleness={str(lag): count for lag, count in batch.staleness.items()},
             zero_variance_groups=len(numbers) - len(moving),
             reward_mean=mean,
             reward_std=std,
             batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
         )
         return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
+
+
+def _count(batch: Batch) -> None:
+    """What a new batch trains and leaves out, as metrics."""
+    for lag, count in batch.staleness.items():
+        for _ in range(count):
+            STALENESS.record(lag)
+    for reason, groups in batch.record.dropped_groups.items():
+        GROUPS_DROPPED.record(groups, reason=reason)
+        _log.warning("groups_dropped", step=batch.record.step, reason=reason, groups=groups)
 
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:

@@ -11,7 +11,7 @@ from paceline.errors import ConfigError, FailedPrecondition, InvalidInput, Pacel
 from paceline.messages import shared_fields
 from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
-from paceline.rpc import EPOCHS, EpochGuard, Server, check_run
+from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
 from paceline.rpc.progress import add_progress
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
@@ -83,7 +83,7 @@ class PolicyServicer(PolicyServiceServicer):
 
     def _sender(self, context: CommandContext) -> Sender:
         check_run(context, self._config.run.id)
-        self._guard.check(context)
+        self._guard.check(context, Track.LEARNER)
         proof = context.lease_proof
         return Sender(context.run_id, context.step, context.epoch, proof, inject())
 

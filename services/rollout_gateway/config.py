@@ -100,6 +100,19 @@ class QueueConfig(Config):
     """Seconds after which a waiting request is refused."""
 
 
+class CanaryConfig(Config):
+    """The worker that takes a new set first, where there are two or more."""
+
+    enabled: bool = True
+    """Have one worker judge a set before the others take it."""
+    tokens: int = Field(default=32, ge=4)
+    """Tokens drawn of each of four prompts to judge a new drafter."""
+    accepted: float = Field(default=0.25, ge=0, le=1)
+    """Drafts a round that have to be accepted, as share of the serving drafter's; 0 accepts any."""
+    deadline_s: float = Field(default=30, gt=0)
+    """Seconds until the canary has answered."""
+
+
 class ChatConfig(Config):
     """How conversations are rendered and read."""
 
@@ -208,6 +221,7 @@ class GatewayConfig(ServiceConfig):
     """Bytes of trajectories not yet in Redis above which admission stops."""
     sessions: SessionsConfig = SessionsConfig()
     queue: QueueConfig = QueueConfig()
+    canary: CanaryConfig = CanaryConfig()
     chat: ChatConfig = ChatConfig()
     environments: dict[str, str] = Field(default={})
     """Environments of your own: the name that requests use, and package.module:Class or
@@ -216,6 +230,10 @@ class GatewayConfig(ServiceConfig):
     rewards: RewardsConfig = RewardsConfig()
     release_after_s: float = Field(default=1.0, gt=0)
     """Seconds after which an idle worker gives its slot away, in open traffic."""
+    reclaim_after_s: float = Field(default=2.0, gt=0)
+    """Seconds that requests of callers wait for lent workers before the coordinator hears of it and
+    takes the drafter's slots back.
+    """
 
     @property
     def model_dir(self) -> Path:

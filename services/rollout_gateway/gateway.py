@@ -42,6 +42,7 @@ from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.sessions.agents import Agents
 from rollout_gateway.sessions.outbox import Outbox
 from rollout_gateway.sessions.tree import Turn
+from rollout_gateway.workers.expiry import Expiry
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.lending import Lending
 from rollout_gateway.workers.process import WorkerProcess
@@ -88,9 +89,10 @@ class Gateway:
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
+            config.reclaim_after_s,
             config.run.heartbeat_s,
         )
-        self.weights = WorkerWeights(self.router, self.spool)
+        self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable)
         # One more than fits into each engine: it is there when a place comes free, and no round
@@ -115,6 +117,7 @@ class Gateway:
             EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS),
             config.spool and config.spool / "lent.json",
         )
+        self.expiry = Expiry(self.lending)
 
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.

@@ -144,11 +144,24 @@ REQUESTS = Counter(
 REQUESTS_REFUSED = Counter(
     "paceline.gateway.requests_refused", "{request}", (), "those that were refused"
 )
+REQUESTS_SUSPENDED = Counter(
+    "paceline.gateway.requests_suspended",
+    "{request}",
+    ("reason",),
+    "running requests that were taken from their worker and go on from their tokens; reason: lease "
+    "(its slot was lent out) or commit (of a new policy under mode abort)",
+)
 NOT_FINITE = Counter(
     "paceline.gateway.not_finite",
     "{request}",
     (),
     "requests ended because the engine gave a log-prob that is NaN or infinite",
+)
+SETS_REFUSED = Counter(
+    "paceline.gateway.sets_refused",
+    "{set}",
+    ("check",),
+    "sets that the canary refused, by the check that they failed",
 )
 TOKENS = Counter("paceline.gateway.tokens", "{token}", (), "tokens that workers sent")
 WORKER_RESTARTS = Counter(

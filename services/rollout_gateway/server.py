@@ -95,6 +95,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
         http, http_task, http_port = await _start_http(gateway)
         try:
             port = await server.start()
+            gateway.expiry.start()
             gc.collect()
             # what lives as long as the process need not be looked through while streams wait
             gc.freeze()
@@ -103,6 +104,8 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
         finally:
             gc.unfreeze()
             gateway.agents.offers.stop()
+            await gateway.expiry.stop()
+            gateway.router.traffic.stop()
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:

@@ -376,6 +376,90 @@ def test_a_commit_that_aborts_ends_all_requests(case: Case) -> None:
     ] == [Finish.ABORT]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_was_ended_goes_on_with_the_tokens_that_it_would_have_had(
+    case: Case, stream: bool
+) -> None:
+    whole = [request(number, max_tokens=24, top_logprobs=2) for number in range(6)]
+    expected = run_all(case, whole)
+    engine = case.build(None)
+    for one in whole:
+        engine.enqueue(replace(one, stream=stream))
+    news = engine.step() + engine.step()
+    news += engine.abort(None)
+    said: dict[int, list[Chunk]] = {}
+    for chunk in news:
+        said.setdefault(chunk.request_id, []).append(chunk)
+    kept = {number: tuple(tokens_of(chunks)) for number, chunks in said.items()}
+    assert max(map(len, kept.values())) >= 2
+    for one in whole:  # at once: the round before may still hold what was ended
+        engine.enqueue(replace(one, stream=stream, response=kept[one.request_id]))
+    for number, chunks in drain(engine).items():
+        before = len(kept[number])
+        assert [*kept[number], *tokens_of(chunks)] == expected[number]
+        assert chunks[-1].finish is Finish.LENGTH
+        spans = [span for chunk in chunks for span in chunk.version_spans]
+        assert (spans[0].start, spans[-1].end) == (before, 24)
+        assert sum(span.end - span.start for span in spans) == 24 - before
+        for chunk in chunks:
+            assert len(chunk.token_ids) == len(chunk.behavior_logprobs) == len(chunk.top_logprobs)
+            assert all(len(alternatives) == 2 for alternatives in chunk.top_logprobs)
+    assert engine.load.running == engine.load.waiting == 0
+
+
+def test_a_commit_that_aborts_lets_requests_go_on_under_the_new_weights(case: Case) -> None:
+    engine = case.build(None)
+    engine.enqueue(request(0, max_tokens=40))
+    early = engine.step() + engine.step()
+    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    (ended,) = early + engine.commit_weights(VersionSet(1, 1, 0), PauseMode.ABORT)
+    kept = len(ended.token_ids)
+    assert ended.finish is Finish.ABORT
+    assert ended.version_spans == (VersionSpan(0, kept, 0),)
+    engine.enqueue(replace(request(0, max_tokens=40), response=ended.token_ids))
+    (chunk,) = drain(engine)[0]
+    assert chunk.version_spans == (VersionSpan(kept, 40, 1),)
+
+
+def test_a_response_goes_on_into_a_stop_string_and_into_its_penalties(case: Case) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    free = run_all(case, [request(number) for number in range(4)])
+    number, tokens = next((n, t) for n, t in free.items() if len(tokenizer.decode(t[:8])) >= 2)
+    stop = tokenizer.decode(tokens[:8])[-2:]
+    stopping = [request(number, stop=(stop,))]
+    if Capability.PENALTIES in case.build(None).info.capabilities:
+        stopping.append(request(9, max_tokens=30, **PENALTIES[2]))
+    for one in stopping:
+        expected = run_all(case, [one])[one.request_id]
+        engine = case.build(None)
+        engine.enqueue(replace(one, response=tuple(expected[: len(expected) - 1])))
+        assert tokens_of(drain(engine)[one.request_id]) == expected[-1:]
+
+
+@pytest.mark.parametrize(
+    ("response", "named"), [((5,) * 20, "20"), ((5, 320), "320")], ids=["over", "out of range"]
+)
+def test_a_response_that_cannot_go_on_is_refused_by_name(
+    case: Case, response: tuple[int, ...], named: str
+) -> None:
+    engine = case.build(None)
+    with pytest.raises(InvalidInput, match=named):
+        engine.enqueue(replace(request(0), response=response))
+    assert not engine.has_work
+
+
+def test_rows_of_a_request_that_goes_on_leave_for_all_of_its_tokens(case: Case) -> None:
+    rows, one = Rows(), request(0, capture=True)
+    expected = run_all(case, [request(0)])[0]
+    engine = case.build(rows)
+    engine.enqueue(replace(one, response=tuple(expected[:9])))
+    drain(engine)
+    written = sorted(zip(rows.positions, rows.token_ids, strict=True))
+    assert written == list(enumerate([*one.prompt, *expected][:-1]))
+
+
 def test_what_is_not_prepared_is_not_committed(case: Case) -> None:
     engine = case.build(None)
     engine.prepare_weights(Target.POLICY, 1, case.weights)

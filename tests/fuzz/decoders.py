@@ -356,7 +356,10 @@ REQUEST = epb.EngineRequest(
     sampling=tpb.SamplingParams(temperature=1.0, max_tokens=4, stop=["a"], json_schema="{}"),
 )
 FACT = cpb.Fact(sequence=1, step_began=cpb.StepBegan(samples=2))
-SNAPSHOT = Snapshot(9, 1.0, "00-a-b-01", State(step=1), Carried(pulls={"off": 3}), (0, 1.5))
+SNAPSHOT = Snapshot(
+    *(9, 1.0, {"0": "00-a-b-01"}, State(), Carried(pulls={"off": 3})),
+    *({"0": ((0, "s0.t0", 2),)}, (0, 1.5)),
+)
 MANIFEST = build_manifest(epb.WEIGHT_TARGET_POLICY, 1, [TENSOR])
 
 DECODERS: dict[str, Decoder] = {
@@ -433,7 +436,10 @@ DECODERS: dict[str, Decoder] = {
     ),
     "rewards at a URL": Decoder((b'{"reward": 0.5}',), reward_of),
     "span files": Decoder((lines(SPAN, SPAN),), in_file("a.jsonl", read_report)),
-    "facts": Decoder((FACT.SerializeToString(),), lambda raw: events._decode([b"r\0", raw, raw])),
+    "facts": Decoder(
+        (cpb.Facts(facts=[FACT]).SerializeToString(),),
+        lambda raw: events._decode([b"r\0", raw, raw]),
+    ),
     **{
         f"bodies of {path}": Decoder(bodies(path), body(kind))
         for path, kind in {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.server import serve
 from paceline.config import SecurityConfig, load_config
 from paceline.errors import (
+    FailedPrecondition,
     InternalError,
     InvalidInput,
     ResourceExhausted,
@@ -33,9 +34,10 @@ from paceline.report.slots import (
     slot_seconds,
     step_windows,
 )
-from paceline.rpc import EpochGuard, Server
-from paceline.streams import connect, run_key
+from paceline.rpc import EpochGuard, Server, Track
+from paceline.streams import connect
 from paceline.streams.journal_line import unpack_entry
+from paceline.streams.journal_pages import journal_lines
 from paceline.tasks import Task, write_tasks
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 from paceline.v1.drafter_pb2_grpc import (
@@ -58,6 +60,7 @@ WAIT_S = patient(20.0)
 class Script:
     """What the peers are to do, and what they saw."""
 
+    workers: int = 2
     hold_step: int | None = None  # the rollouts of this step wait until `released`
     released: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,6 +76,9 @@ class Script:
     commits_failed: int = 0
     spoiled: bool = False  # the gateway's spool, after the first commit
     activated: asyncio.Event = field(default_factory=asyncio.Event)
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)  # workers that were lent
+    joined: asyncio.Event = field(default_factory=asyncio.Event)
+    join_fails: bool = False
     preempted: asyncio.Event = field(default_factory=asyncio.Event)
     rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
@@ -84,22 +90,47 @@ class Script:
     serving: dict[str, VersionSet] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)  # workers that have given their memory back
     order: list[str] = field(default_factory=list)  # who asked for slots, and who got them
+    listening: int = 0  # who would be told of requests that wait
+    traffic: asyncio.Queue[rollout_pb2.WatchTrafficResponse] = field(default_factory=asyncio.Queue)
     release_fails: int = 0  # once, when so many workers are asked for
+    bubbles: bool = True  # the second worker waits for the drafter on the first one's slot
+    disaggregated: bool = False  # the policy trains on slots of its own
+    push_waits: bool = False  # for the rollouts of the next step
+    rollout_waits: bool = False  # from the second step on: for the commit of the one before
+    one_version: bool = False  # nothing is rolled out while a set is committed
+    rolling_out: set[int] = field(default_factory=set)  # steps
+    drawn_at: dict[int, int] = field(default_factory=dict)  # by step, policy that began to serve it
+    trained_from: dict[int, int] = field(default_factory=dict)  # by step, policy before it
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits for something that the peers do."""
+        async with self.news:
+            await asyncio.wait_for(self.news.wait_for(holds), WAIT_S)
+
+    async def told(self) -> None:
+        """Wakes who waits."""
+        async with self.news:
+            self.news.notify_all()
 
 
 class Gateway(RolloutServiceServicer):
-    """Two workers; the second waits for the drafter, as a straggler would make it."""
+    """The second worker waits for the drafter, as a straggler would make it; a third one until the
+    slot of the second has joined it.
+    """
 
     def __init__(self, script: Script, guard: EpochGuard) -> None:
         self.script, self.guard = script, guard
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
-        workers = [rollout_pb2.WorkerStatus(worker_index=i, ready=True) for i in range(2)]
+        count = self.script.workers
+        workers = [rollout_pb2.WorkerStatus(worker_index=i, ready=True) for i in range(count)]
         return rollout_pb2.GetStatusResponse(workers=workers)
 
     async def RunTasks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         script, step = self.script, request.context.step
-        self.guard.check(request.context)
+        self.guard.check(request.context, Track.ROLLOUTS)
+        await context.send_initial_metadata(())
         assert not script.lent
         script.order.append("generate")
         script.rollouts.append(request)
@@ -113,12 +144,22 @@ class Gateway(RolloutServiceServicer):
         scored: dict[str, int] = {}  # sessions by group
         if train:
             script.activated.clear()
-        for share in range(2):
+            script.joined.clear()
+            served = script.serving.get("gateway", VersionSet())
+            script.drawn_at.setdefault(step, served.policy)
+            script.rolling_out.add(step)
+            await script.told()
+        for share in range(script.workers):
             if train and share == 1:
-                await asyncio.wait_for(script.activated.wait(), WAIT_S)
+                if script.bubbles:
+                    await asyncio.wait_for(script.activated.wait(), WAIT_S)
+                if script.rollout_waits:
+                    await script.until(lambda: len(script.commits) >= step)
                 if step == script.hold_step:
                     script.holding.set()
                     await asyncio.wait_for(script.released.wait(), WAIT_S)
+            if train and share == 2:
+                await asyncio.wait_for(script.joined.wait(), WAIT_S)
             for sample in self._samples(request, share):
                 scored[sample.group_id] = scored.get(sample.group_id, 0) + sample.HasField("reward")
                 yield rollout_pb2.RunTasksResponse(sample=sample)
@@ -130,6 +171,7 @@ class Gateway(RolloutServiceServicer):
         )
         for group in sorted(scored) if train else ():
             finished.closed_groups.add(group_id=group, scored_sessions=scored[group])
+        script.rolling_out.discard(step)
         yield rollout_pb2.RunTasksResponse(finished=finished)
 
     async def ReleaseWorkers(self, request: Any, context: Any) -> Any:
@@ -146,19 +188,31 @@ class Gateway(RolloutServiceServicer):
         back = sorted(self.script.lent)
         self.script.lent.clear()
         self.script.order.append(f"resume {back}")
+        if back:
+            self.script.resumed.set()
         served = self.script.serving.get("gateway")
         return rollout_pb2.ResumeWorkersResponse(workers=back, versions=served)
+
+    async def WatchTraffic(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.script.listening += 1
+        try:
+            while True:
+                yield await self.script.traffic.get()
+        finally:
+            self.script.listening -= 1
 
     def _samples(self, request: Any, share: int) -> Iterator[Any]:
         """The share's samples: of its tasks, or of the groups that agents have brought."""
         script, step = self.script, request.context.step
-        for task in request.tasks[share::2]:
+        for task in request.tasks[share :: script.workers]:
             for index in range(request.samples_per_task):
                 train = request.purpose == PURPOSE_TRAIN
                 yield _sample(
                     task, index, scored=not (train and (task.task_index, index) in script.unscored)
                 )
-        for group, size in list(enumerate(script.open_sizes))[: request.open_groups][share::2]:
+        for group, size in list(enumerate(script.open_sizes))[: request.open_groups][
+            share :: script.workers
+        ]:
             task = rollout_pb2.TaskSpec(task_id="own", group_id=f"agent-{step}-{group}")
             for index in range(size):
                 yield _sample(task, 0, session_id=f"{group}-{index}")
@@ -185,12 +239,13 @@ class Weights(WeightServiceServicer):
         self.damaged: list[int] = []
 
     async def Commit(self, request: Any, context: Any) -> Any:
-        self.guard.check(request.context)
+        self.guard.check(request.context, Track.LEARNER)
         if self.name == "gateway" and self.script.commits_failed:
             self.script.commits_failed -= 1
             raise WeightsError(
                 "drafter version is not prepared", seen=request.versions.drafter, allowed=[0]
             )
+        assert not (self.script.one_version and self.script.rolling_out)
         self.script.serving[self.name] = request.versions
         if self.name == "gateway":
             if self.script.spoiled and not self.script.commits:
@@ -202,6 +257,7 @@ class Weights(WeightServiceServicer):
             self.script.commits.append(
                 (request.versions.seq, request.versions.policy, request.versions.drafter)
             )
+            await self.script.told()
         return weights_pb2.CommitResponse(versions=request.versions)
 
     async def Abort(self, request: Any, context: Any) -> Any:
@@ -219,8 +275,9 @@ class Policy(PolicyServiceServicer):
         self.script, self.guard = script, EpochGuard(SecurityConfig())
 
     async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.guard.check(request.context)
-        assert self.script.lent == {0, 1}
+        self.guard.check(request.context, Track.LEARNER)
+        workers = set(range(self.script.workers))
+        assert self.script.disaggregated or self.script.lent == workers
         self.script.order.append("train")
         step = request.context.step
         self.script.waited_for.append(
@@ -238,11 +295,15 @@ class Policy(PolicyServiceServicer):
             raise Unavailable("rank 1 died", reason="RANK_LOST")
         self.script.trained.append(request.context.step)
         version = request.policy_version + 1
-        yield policy_pb2.TrainStepResponse(batch=policy_pb2.BatchReady(trajectories=4, tokens=40))
+        batch = policy_pb2.BatchReady(trajectories=4, tokens=40, staleness={"0": 3, "1": 1})
+        yield policy_pb2.TrainStepResponse(batch=batch)
         stepped = policy_pb2.PolicyStepped(
             policy_version=version, loss=0.5, reward_mean=0.25, world_size=2
         )
+        self.script.trained_from[step] = request.policy_version
         yield policy_pb2.TrainStepResponse(stepped=stepped)
+        if self.script.push_waits:
+            await self.script.until(lambda: step + 1 in self.script.drawn_at)
         yield policy_pb2.TrainStepResponse(
             prepared=policy_pb2.PolicyPrepared(policy_version=version, bytes=1)
         )
@@ -259,7 +320,7 @@ class Drafter(DrafterServiceServicer):
         self.versions = 0
 
     async def Activate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.guard.check(request.context)
+        self.guard.check(request.context, Track.DRAFTER)
         script = self.script
         script.epochs.append(("drafter", request.context.epoch))
         assert set(request.slots) <= script.lent
@@ -279,6 +340,16 @@ class Drafter(DrafterServiceServicer):
         yield drafter_pb2.ActivateResponse(
             detached=drafter_pb2.Detached(reason="preempted", steps=2, tokens=64)
         )
+
+    async def Join(self, request: Any, context: Any) -> Any:
+        self.guard.check(request.context, Track.DRAFTER)
+        script = self.script
+        assert set(request.slots) <= script.lent
+        script.order.append(f"join {list(request.slots)}")
+        script.joined.set()
+        if script.join_fails:
+            raise FailedPrecondition("no activation of this lease trains")
+        return drafter_pb2.JoinResponse(join_s=0.01, world_size=len(request.slots))
 
     async def Preempt(self, request: Any, context: Any) -> Any:
         if self.script.deaf_to_preempt:
@@ -382,12 +453,12 @@ async def run_to_end(config: CoordinatorConfig) -> None:
 
 async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
     client = connect(config.redis.durable_url)
-    entries = await client.xrange(run_key(config.run.id, "journal"))
+    entries = [unpack_entry(line) async for line in journal_lines(client, config.run.id)]
     await client.aclose()
-    return [unpack_entry(fields[b"entry"]) for _, fields in entries]
+    return entries
 
 
-def check_slots(entries: list[dict[str, Any]]) -> float:
+def check_slots(entries: list[dict[str, Any]], slots: int = 2) -> float:
     """No overlap, the drafter only inside rollouts; returns the drafter's slot-seconds."""
     intervals, windows = slot_intervals(entries), step_windows(entries)
     assert overlaps(intervals) == []
@@ -397,25 +468,29 @@ def check_slots(entries: list[dict[str, Any]]) -> float:
     holders = sum(
         held_seconds(intervals, holder, windows) for holder in ("engine", "policy", "drafter")
     )
-    seconds = slot_seconds(intervals, windows, slots=2)
-    check_uses(entries, intervals, windows)
+    seconds = slot_seconds(intervals, windows, slots)
+    check_uses(entries, intervals, windows, slots)
     assert holders + seconds["idle_slot_s"] == pytest.approx(seconds["slot_wall_s"])
     return seconds["drafter_train_slot_s"]
 
 
 def check_uses(
-    entries: list[dict[str, Any]], intervals: list[SlotInterval], windows: list[StepWindow]
+    entries: list[dict[str, Any]],
+    intervals: list[SlotInterval],
+    windows: list[StepWindow],
+    slots: int,
 ) -> None:
     """Every record accounts for all slots all the time, and as who held them has it."""
     for record, window in zip(records_of(entries), windows, strict=True):
         used = record["slot_s"]
-        assert sum(used.values()) == pytest.approx(2 * (window.end_s - window.start_s))
+        assert sum(used.values()) == pytest.approx(slots * (window.end_s - window.start_s))
         held = {
             holder: held_seconds(intervals, holder, [window])
             for holder in ("engine", "policy", "drafter")
         }
         assert used["generating"] == pytest.approx(held["engine"])
-        assert used["policy"] == pytest.approx(held["policy"])
+        assert used["policy"] <= held["policy"] + 1e-6  # less: workers give their memory back first
+        assert used["policy"] + used["transferring"] >= held["policy"] - 1e-6
         assert used["drafter"] <= held["drafter"] + 1e-6
         assert used["transferring"] > 0
 

@@ -149,6 +149,12 @@ class World:
         )
         return response
 
+    async def join(self, epoch: int, *slots: int) -> pb.JoinResponse:
+        response: pb.JoinResponse = await self.call(
+            "Join", pb.JoinRequest(context=self.context(epoch), slots=slots)
+        )
+        return response
+
     async def status(self) -> pb.GetDrafterStatusResponse:
         response: pb.GetDrafterStatusResponse = await self.call(
             "GetDrafterStatus", pb.GetDrafterStatusRequest()

@@ -7,10 +7,12 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from paceline.config import SecurityConfig
 from paceline.local.heartbeat import answer_beats
+from paceline.local.hung import tell_turns
 from paceline.local.news import VARIABLE, tell_supervisor
 from paceline.local.processes import child_environment, die_with_parent
 from paceline.rpc import Server
@@ -26,6 +28,8 @@ async def serve(words: argparse.Namespace) -> int:
     server = Server(words.address, SecurityConfig())
     await server.start()
     server.set_serving("stub", not words.sick)
+    turning = asyncio.create_task(tell_turns(words.turns))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, time.sleep, 600)
     if words.starts:
         with words.starts.open("a") as starts:
             starts.write("x")
@@ -33,6 +37,7 @@ async def serve(words: argparse.Namespace) -> int:
         tell_supervisor("impaired", f"a part [died]\nits pipe: {child_environment()[VARIABLE]!r}")
         tell_supervisor("recovered", "x" * 10_000)
     await stop.wait()
+    turning.cancel()
     await server.stop(0.1)
     if words.exits:
         sys.stderr.write("an earlier line\ncoordinator: the disk is full\nof data\n")
@@ -50,6 +55,7 @@ def main() -> int:
     parser.add_argument("--starts", type=Path)
     parser.add_argument("--part-dies", action="store_true")
     parser.add_argument("--answers", action="store_true")
+    parser.add_argument("--turns", type=float, default=0.0)
     words = parser.parse_args()
     if words.answers:
         answer_beats()

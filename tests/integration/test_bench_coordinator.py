@@ -16,7 +16,18 @@ from paceline.local.patience import patient
 
 def test_bench_measures_events_and_decisions_and_leaves_no_process(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.Process().children(recursive=True)}
-    words = ["--slots", "512", "--events", "500", "--repeats", "1", "--decisions", "50"]
+    words = [
+        "--slots",
+        "512",
+        "--events",
+        "500",
+        "--repeats",
+        "1",
+        "--decisions",
+        "50",
+        "--steps",
+        "2",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "coordinator", *words, "--json", tmp_path / "c.json"],
         capture_output=True,
@@ -26,10 +37,14 @@ def test_bench_measures_events_and_decisions_and_leaves_no_process(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "c.json").read_text())
-    rate, latency = found["rows"]
+    rate, together, latency, *simulated = found["rows"]
     assert rate["events a step"] == 512 + 512 / 8 + 5
     assert rate["facts a step"] <= rate["events a step"]
-    assert rate["bytes beyond details"] <= 100
-    assert rate["missed facts"] == 0
+    assert together["events a step"] == 512 + 2 + 5  # a lease ends with each 256 shares
+    for one in (rate, together):
+        assert one["missed facts"] == 0
+        assert one["bytes beyond details"] <= 100
     assert latency["decisions"] >= 50
+    assert {row["fleet"] for row in simulated} == {"8 GPUs", "2 cores"}
+    assert all(set(goal) == {"name", "goal", "value", "met"} for goal in found["goals"])
     assert {one.pid for one in psutil.Process().children(recursive=True)} == before

@@ -32,7 +32,8 @@ from rich.console import Console
 
 from coordinator import server
 from coordinator.config import CoordinatorConfig
-from coordinator.journal.journal import Journal
+from coordinator.journal.journal import TOGETHER, Journal
+from coordinator.machine import events
 from coordinator.machine.state import Phase
 from coordinator.runner import Runner
 from coordinator.server import serve
@@ -55,6 +56,7 @@ from paceline.rpc import EpochGuard, channel
 from paceline.rpc.progress import ask_progress
 from paceline.streams import connect
 from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1 import rollout_pb2
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN
 
@@ -103,6 +105,7 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
     assert evaluated == [(*one, step) for step in (0, 3) for one in both]
     finished = [fact.step_finished.record for fact in facts if fact.HasField("step_finished")]
     assert finished[-1].evaluations["accept_length_probe"] == 3.0
+    assert dict(finished[-1].staleness) == {"0": 3, "1": 1}
     assert facts[-1].run_finished.failure == ""
 
 
@@ -129,6 +132,55 @@ async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
         ("drafter", 100),
         ("policy", 200),
     ]
+
+
+async def test_slots_go_back_to_the_engine_for_callers_that_wait(
+    redis_url: str, tmp_path: Path
+) -> None:
+    script = Script(hold_step=0)
+    async with running_peers(script) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, heldout_path=""))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        for epoch in (1, 2):  # of no lease, and of the drafter's
+            script.traffic.put_nowait(rollout_pb2.WatchTrafficResponse(epoch=epoch, requests=3))
+        await asyncio.wait_for(script.preempted.wait(), WAIT_S)
+        await asyncio.wait_for(script.resumed.wait(), WAIT_S)
+        assert script.order[-1] == "resume [0]"
+        assert not script.lent
+        script.released.set()
+        await run
+    assert script.order[-3:] == ["release [0, 1]", "train", "resume [0, 1]"]
+    assert script.order.count("draft") == 1, "not again in this step"
+    entries = await journal_of(config)
+    assert check_slots(entries) > 0
+    waits = [one["data"]["requests"] for one in entries if one["event"] == "TrafficWaits"]
+    assert waits == [3]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["taken in", "refused"])
+async def test_a_slot_that_is_released_later_joins_the_drafter(
+    redis_url: str, tmp_path: Path, *, fails: bool
+) -> None:
+    script = Script(workers=3, join_fails=fails)
+    async with running_peers(script) as peers:
+        more = {"steps": 1, "heldout_path": "", "max_drafter_slots": 2}
+        config = config_of(overrides(peers, redis_url, tmp_path, **more))
+        await run_to_end(config)
+    assert script.order == [
+        *("resume []", "generate"),
+        *("release [0]", "draft"),
+        *("release [1]", "join [0, 1]"),
+        *("release [0, 1, 2]", "train"),
+        "resume [0, 1, 2]",
+    ]
+    entries = await journal_of(config)
+    assert check_slots(entries, slots=3) > 0
+    news = [one["event"] for one in entries]
+    assert news.count("JoinFailed" if fails else "DrafterJoined") == 1
+    leases = [one["slots"] for one in entries if one["event"] in ("ShareDone", "DrafterActivated")]
+    held = [slot for slots in leases for slot in slots if slot[2] == "drafter"]
+    assert [(first, epoch) for first, _, _, epoch in held] == [(0, 2), (1, 2)], "one lease"
 
 
 @pytest.mark.parametrize("workers", [1, 2], ids=["for the drafter", "for the policy"])
@@ -323,6 +375,26 @@ async def test_a_failed_run_says_why_and_resumes(redis_url: str, tmp_path: Path)
     assert len(records_of(await journal_of(config))) == 3
 
 
+@pytest.mark.parametrize("phase", ["rollout", "policy"])
+async def test_a_run_that_fails_gives_its_slots_back_to_the_engine(
+    redis_url: str, tmp_path: Path, phase: str
+) -> None:
+    script = Script(hold_step=0) if phase == "rollout" else Script(policy_failures=1)
+    async with running_peers(script) as peers:
+        more = {"step_deadline_s": 1.0} if phase == "rollout" else {}
+        config = config_of(overrides(peers, redis_url, tmp_path, heldout_path="", **more))
+        with pytest.raises(RunFailed):
+            await run_to_end(config)
+        assert not script.lent
+        assert script.preempted.is_set()
+        failed = script.order.copy()
+        script.released.set()
+        await run_to_end(config)
+    before = "draft" if phase == "rollout" else "train"
+    assert failed[-2:] == [before, "resume [0]" if phase == "rollout" else "resume [0, 1]"]
+    assert len(records_of(await journal_of(config))) == 3
+
+
 async def test_a_finished_run_ends_at_once_without_its_peers(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -431,6 +503,25 @@ async def test_a_run_that_has_not_begun_or_is_over_cannot_be_stopped(
         runner.transitions.state = finished
         with pytest.raises(FailedPrecondition, match="no run goes on; seen: finished"):
             await servicer.StopRun(pb.StopRunRequest(), None)
+        await client.aclose()
+
+
+async def test_all_events_that_wait_are_taken_together_and_a_defect_ends_the_run(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(Script()) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        client = connect(config.redis.durable_url)
+        runner = Runner(config, Journal(client, config.run.id), None, None, lambda: 0.0)  # type: ignore[arg-type]
+        waiting = [events.StopRequested(float(n)) for n in range(TOGETHER + 3)]
+        for event in waiting:
+            runner._queue.put_nowait(event)
+        assert await runner._waiting() == waiting[:TOGETHER]
+        assert await runner._waiting() == waiting[TOGETHER:]
+        runner._queue.put_nowait(waiting[0])
+        runner._queue.put_nowait(RuntimeError("a defect of a call"))
+        with pytest.raises(RuntimeError, match="a defect"):
+            await runner._waiting()
         await client.aclose()
 
 

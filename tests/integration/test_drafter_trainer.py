@@ -318,6 +318,62 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
     await world.stop()
 
 
+async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
+    world: World, rows: list[FeatureBatch]
+) -> None:
+    await world.append(rows)
+    await world.start(ranks=3, **ENDLESS)
+    async with aclosing(world.activate(1, slots=[4])) as running:
+        assert (await until(running, "activated")).world_size == 1
+        assert (await world.join(1, 4, 2)).world_size == 2
+        assert (await world.join(1, 4, 2)).world_size == 2, "a duplicate"
+        assert (await world.join(1, 4, 2, 7)).world_size == 3
+        assert (await world.join(1, 4, 2)).world_size == 3, "an older one, late"
+        with pytest.raises(InvalidInput, match="each once"):
+            await world.join(1, 4, 4)
+        with pytest.raises(StaleEpoch):
+            await world.join(0, 4, 5)
+        await checkpoints_while_training(world, 1)
+        assert (await world.preempt(1)).was_active
+        detached = await until(running, "detached")
+    assert detached.total_steps == detached.steps > 0
+    with pytest.raises(FailedPrecondition, match="no activation"):
+        await world.join(1, 4, 2, 7, 8)
+    await joins_beside_preemptions(world, range(2, 6))
+    await a_dead_rank_cannot_join(world, 6)
+    await world.append(rows)  # what the lost ranks had read is lost
+    last = world.activate(7, max_steps=2, slots=[0, 1, 2], deadline_s=patient(60))
+    again = await collect(last)
+    assert (again[0].activated.world_size, again[-1].detached.steps) == (3, 2)
+    await world.stop()
+
+
+async def joins_beside_preemptions(world: World, epochs: range) -> None:
+    """Whichever comes first, the activation ends and all ranks take the next one."""
+    for epoch in epochs:
+        async with aclosing(world.activate(epoch, slots=[0])) as running:
+            assert (await until(running, "activated")).world_size == 1
+            joined, preempted = await asyncio.gather(
+                world.join(epoch, 0, 1), world.preempt(epoch), return_exceptions=True
+            )
+            assert isinstance(joined, pb.JoinResponse | FailedPrecondition), joined
+            assert isinstance(preempted, pb.PreemptResponse)
+            assert preempted.was_active
+            assert (await until(running, "detached")).reason == "preempted"
+    assert (await world.status()).preempt_p99_s < patient(2.0), "a rank had to be killed"
+
+
+async def a_dead_rank_cannot_join(world: World, epoch: int) -> None:
+    """Both calls say so, and new ranks follow."""
+    async with aclosing(world.activate(epoch, slots=[0])) as running:
+        await until(running, "activated")
+        os.kill((await world.status()).rank_pids[1], signal.SIGKILL)
+        with pytest.raises((Unavailable, FailedPrecondition)):
+            await world.join(epoch, 0, 1)
+        with pytest.raises(Unavailable, match="rank 1"):
+            await until(running, "detached")
+
+
 def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
     """A drafter as saved from SGLang's own modules: bf16, "model." before its names, with the
     target's matrices.

@@ -15,7 +15,7 @@ from paceline import errors, telemetry
 from paceline.config import SecurityConfig, TelemetryConfig
 from paceline.errors import PacelineError, StaleEpoch
 from paceline.local.patience import patient
-from paceline.rpc import EpochGuard, Server, channel, error_from_rpc, responses, rpc_errors
+from paceline.rpc import EpochGuard, Server, Track, channel, error_from_rpc, responses, rpc_errors
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import (
     AbortRequest,
@@ -379,7 +379,7 @@ class Weights(WeightServiceServicer):  # type: ignore[misc]
         self.pushes = 0
 
     async def Prepare(self, request: PrepareRequest, context: object) -> PrepareResponse:
-        self.guard.check(request.context)
+        self.guard.check(request.context, Track.ROLLOUTS)
         return PrepareResponse(complete=True)
 
     async def Abort(self, request: AbortRequest, context: object) -> AbortResponse:

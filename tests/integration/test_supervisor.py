@@ -16,59 +16,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from integration.supervised import QUICK, Events, stub_launch
 
-from paceline.config import SecurityConfig
 from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
-from paceline.local.ports import free_port
 from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED
 from paceline.local.supervisor import Supervisor
-from paceline.rpc import wait_healthy
-
-HERE = Path(__file__).parent
-QUICK = RestartPolicy(tries=2, window_s=60.0, base_s=0.01)
-
-
-def _launch(
-    name: str, *arguments: str, needs: tuple[str, ...] = (), ends_run: bool = False
-) -> Launch:
-    address = f"127.0.0.1:{free_port()}"
-
-    async def healthy(deadline_s: float) -> None:
-        await wait_healthy(address, SecurityConfig(), deadline_s)
-
-    command = (sys.executable, str(HERE / "service_stub.py"), "--address", address, *arguments)
-    return Launch(
-        name, command, healthy, needs, ((address, f"addresses.{name}"),), ends_run=ends_run
-    )
-
-
-class Events(list[ChildEvent]):
-    """Events heard, and a wait for one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._heard = asyncio.Condition()
-        self._notes: set[asyncio.Task[None]] = set()
-
-    def hear(self, event: ChildEvent) -> None:
-        self.append(event)
-        note = asyncio.get_running_loop().create_task(self._note())
-        self._notes.add(note)
-        note.add_done_callback(self._notes.discard)
-
-    async def _note(self) -> None:
-        async with self._heard:
-            self._heard.notify_all()
-
-    async def until(self, fits: Callable[[Events], bool]) -> None:
-        async with asyncio.timeout(patient(20)), self._heard:
-            await self._heard.wait_for(lambda: fits(self))
-
-    def kinds(self, name: str) -> list[str]:
-        return [event.kind for event in self if event.name == name]
 
 
 def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
@@ -82,7 +37,9 @@ def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
 
 
 async def test_work_done_before_anyone_looked_counts_as_finished(tmp_path: Path) -> None:
-    done = Launch("coordinator", (sys.executable, "-c", ""), _launch("x").healthy, ends_run=True)
+    done = Launch(
+        "coordinator", (sys.executable, "-c", ""), stub_launch("x").healthy, ends_run=True
+    )
     async with Supervisor([done], tmp_path) as supervisor:
         await supervisor.start(patient(30.0))
         await asyncio.wait_for(supervisor.wait_finished(), patient(20))
@@ -97,9 +54,9 @@ def _gone(pids: list[int]) -> bool:
 async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_path: Path) -> None:
     events = Events()
     launches = [
-        _launch("last", needs=("middle",)),
-        _launch("middle", needs=("first",)),
-        _launch("first"),
+        stub_launch("last", needs=("middle",)),
+        stub_launch("middle", needs=("first",)),
+        stub_launch("first"),
     ]
     supervisor = Supervisor(launches, tmp_path, on_event=events.hear)
     await supervisor.start(patient(30.0))
@@ -121,7 +78,7 @@ async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_
 async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -> None:
     events = Events()
     async with Supervisor(
-        [_launch("one"), _launch("two")], tmp_path, on_event=events.hear, policy=QUICK
+        [stub_launch("one"), stub_launch("two")], tmp_path, on_event=events.hear, policy=QUICK
     ) as supervisor:
         await supervisor.start(patient(30.0))
         before = supervisor.pids
@@ -135,7 +92,7 @@ async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -
 async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None:
     events = Events()
     async with Supervisor(
-        [_launch("one", "--answers"), _launch("two", "--answers")],
+        [stub_launch("one", "--answers"), stub_launch("two", "--answers")],
         tmp_path,
         on_event=events.hear,
         policy=QUICK,
@@ -154,7 +111,7 @@ async def test_a_stopped_service_is_killed_and_restarted(tmp_path: Path) -> None
 
 async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
-    launch = _launch("gateway", "--exits", "7", "--starts", str(starts))
+    launch = stub_launch("gateway", "--exits", "7", "--starts", str(starts))
     async with Supervisor(
         [launch], tmp_path, on_event=_end_when_healthy("gateway"), policy=QUICK
     ) as supervisor:
@@ -179,7 +136,7 @@ async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without
         if events.kinds("gateway").count("died") < 3:
             end(event)
 
-    launch = _launch("gateway", "--exits", str(EXIT_FULL))
+    launch = stub_launch("gateway", "--exits", str(EXIT_FULL))
     async with Supervisor([launch], tmp_path, on_event=hear, policy=policy) as supervisor:
         await supervisor.start(patient(30.0))
         await events.until(lambda heard: heard.kinds("gateway").count("healthy") == 4)
@@ -191,10 +148,10 @@ async def test_an_optional_service_is_given_up_and_the_others_go_on(
 ) -> None:
     events = Events()
     arguments = {"dies too often": ("--exits", "7"), "never serves": ("--sick",)}.get(fault, ())
-    launch = replace(_launch("extra", *arguments), optional=True)
+    launch = replace(stub_launch("extra", *arguments), optional=True)
     if fault == "dies at its start":
         launch = replace(launch, command=(sys.executable, "-c", "raise SystemExit('no model')"))
-    main = _launch("coordinator", needs=("extra",), ends_run=True)
+    main = stub_launch("coordinator", needs=("extra",), ends_run=True)
 
     def hear(event: ChildEvent) -> None:
         _end_when_healthy("extra")(event) if fault == "dies too often" else None
@@ -215,14 +172,14 @@ async def test_an_optional_service_is_given_up_and_the_others_go_on(
 
 async def test_wrong_settings_of_an_optional_service_end_the_start(tmp_path: Path) -> None:
     wrong = (sys.executable, "-c", f"raise SystemExit({EXIT_CONFIG})")
-    launch = replace(_launch("extra"), command=wrong, optional=True)
+    launch = replace(stub_launch("extra"), command=wrong, optional=True)
     with pytest.raises(Unavailable, match=r"extra exited with status 2 .* at its start"):
         await Supervisor([launch], tmp_path).start(patient(30.0))
 
 
 async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> None:
     events = Events()
-    launch = _launch("gateway", "--exits", "7")
+    launch = stub_launch("gateway", "--exits", "7")
     async with Supervisor([launch], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
         await supervisor.start(patient(30.0))
         os.kill(supervisor.pids["gateway"], signal.SIGUSR1)
@@ -237,7 +194,7 @@ async def test_what_a_service_tells_of_its_parts_is_heard_before_and_after_it_se
 ) -> None:
     for arguments in (("--part-dies",), ("--part-dies", "--sick")):
         events = Events()
-        launch = _launch("gateway", *arguments)
+        launch = stub_launch("gateway", *arguments)
         async with Supervisor([launch], tmp_path, on_event=events.hear) as supervisor:
             starting = asyncio.create_task(supervisor.start(patient(30.0)))
             await events.until(lambda heard: "recovered" in heard.kinds("gateway"))
@@ -252,7 +209,7 @@ async def test_what_a_service_tells_of_its_parts_is_heard_before_and_after_it_se
 async def test_a_run_that_failed_ends_at_once_with_its_reason(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     failing = ("--exits", str(EXIT_RUN_FAILED), "--starts", str(starts))
-    launch = _launch("coordinator", *failing, ends_run=True)
+    launch = stub_launch("coordinator", *failing, ends_run=True)
     async with Supervisor(
         [launch], tmp_path, on_event=_end_when_healthy("coordinator"), policy=QUICK
     ) as supervisor:
@@ -265,7 +222,7 @@ async def test_a_run_that_failed_ends_at_once_with_its_reason(tmp_path: Path) ->
 
 
 async def test_the_run_is_over_when_its_coordinator_exits_with_0(tmp_path: Path) -> None:
-    launches = [_launch("other"), _launch("coordinator", needs=("other",), ends_run=True)]
+    launches = [stub_launch("other"), stub_launch("coordinator", needs=("other",), ends_run=True)]
     async with Supervisor(
         launches, tmp_path, on_event=_end_when_healthy("coordinator")
     ) as supervisor:
@@ -278,9 +235,11 @@ async def test_a_service_that_dies_at_its_start_fails_at_once_and_takes_all_down
     tmp_path: Path,
 ) -> None:
     broken = Launch(
-        "broken", (sys.executable, "-c", "raise SystemExit('no such model')"), _launch("x").healthy
+        "broken",
+        (sys.executable, "-c", "raise SystemExit('no such model')"),
+        stub_launch("x").healthy,
     )
-    supervisor = Supervisor([_launch("good"), broken], tmp_path)
+    supervisor = Supervisor([stub_launch("good"), broken], tmp_path)
     with pytest.raises(
         Unavailable, match=r"(?s)broken exited with status 1 at its start.*no such model"
     ):
@@ -289,14 +248,14 @@ async def test_a_service_that_dies_at_its_start_fails_at_once_and_takes_all_down
 
 
 async def test_a_service_that_never_serves_fails_with_its_name(tmp_path: Path) -> None:
-    supervisor = Supervisor([_launch("sick", "--sick")], tmp_path, health_s=1.0)
+    supervisor = Supervisor([stub_launch("sick", "--sick")], tmp_path, health_s=1.0)
     with pytest.raises(Unavailable, match="sick is not healthy"):
         await supervisor.start(patient(30.0))
     assert supervisor.pids == {}
 
 
 async def test_the_start_ends_at_its_deadline(tmp_path: Path) -> None:
-    supervisor = Supervisor([_launch("sick", "--sick")], tmp_path)
+    supervisor = Supervisor([stub_launch("sick", "--sick")], tmp_path)
     with pytest.raises(DeadlineExceeded, match="sick"):
         await supervisor.start(1.0)
     assert supervisor.pids == {}
@@ -304,10 +263,10 @@ async def test_the_start_ends_at_its_deadline(tmp_path: Path) -> None:
 
 async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     events = Events()
-    taken = _launch("taken")
+    taken = stub_launch("taken")
     async with Supervisor([taken], tmp_path / "a") as first:
         await first.start(patient(30.0))
-        second = Supervisor([_launch("other"), taken], tmp_path / "b", on_event=events.hear)
+        second = Supervisor([stub_launch("other"), taken], tmp_path / "b", on_event=events.hear)
         port = taken.ports[0][0].rpartition(":")[2]
         with pytest.raises(Unavailable, match=rf"port {port} is in use.*addresses\.taken"):
             await second.start(patient(30.0))
@@ -318,7 +277,7 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(
     tmp_path: Path,
 ) -> None:
     note = tmp_path / "grandchild"
-    supervisor = Supervisor([_launch("deaf", "--deaf", "--grandchild", str(note))], tmp_path)
+    supervisor = Supervisor([stub_launch("deaf", "--deaf", "--grandchild", str(note))], tmp_path)
     await supervisor.start(patient(30.0))
     pids = [supervisor.pids["deaf"], int(note.read_text())]
     began = time.monotonic()
@@ -329,7 +288,7 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(
 
 async def test_what_a_crashed_service_started_is_gone_before_its_restart(tmp_path: Path) -> None:
     note, events = tmp_path / "grandchild", Events()
-    launch = _launch("one", "--grandchild", str(note))
+    launch = stub_launch("one", "--grandchild", str(note))
     async with Supervisor([launch], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
         await supervisor.start(patient(30.0))
         orphan = int(note.read_text())
@@ -341,10 +300,11 @@ async def test_what_a_crashed_service_started_is_gone_before_its_restart(tmp_pat
 def test_services_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     script = (
         "import asyncio, pathlib, sys\n"
-        f"sys.path.insert(0, {str(HERE)!r})\n"
-        "from test_supervisor import _launch, Supervisor\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from integration.supervised import stub_launch\n"
+        "from paceline.local.supervisor import Supervisor\n"
         "async def main():\n"
-        f"    supervisor = Supervisor([_launch('one')], pathlib.Path({str(tmp_path)!r}))\n"
+        f"    supervisor = Supervisor([stub_launch('one')], pathlib.Path({str(tmp_path)!r}))\n"
         f"    await supervisor.start({patient(30.0)})\n"
         "    print(supervisor.pids['one'], flush=True)\n"
         "    await supervisor.wait_finished()\n"

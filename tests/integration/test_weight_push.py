@@ -598,7 +598,7 @@ async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: St
     manifest = manifest_of(given, P, 1)
     await wanted(receiver.channel, manifest)
     newer = CommandContext(run_id="local", step=1, epoch=CONTEXT.epoch + 1)
-    await abort_version(receiver.channel, newer, D, 7)
+    await abort_version(receiver.channel, newer, P, 7)
     index, data = next(iter(cut_chunks(manifest, given, [0])))
     stale = encode_push(PushChunk(P, 1, index, zlib.crc32(data), data, CONTEXT))
 

@@ -21,26 +21,38 @@ from coordinator.machine.state import (
     slot_row,
     worker_slots,
 )
-from coordinator.machine.step import step
+from coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 
 UNNUMBERED = (
     events.Resumed,
     events.StopRequested,
+    events.DrafterChosen,
+    events.DrafterUnpinned,
     events.ServiceLost,
     events.ServiceBack,
     events.CallFailed,
 )
 """Events without an epoch, a step or a set: much later they are news, not duplicates."""
-RUNS = (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
-LIVE = (Phase.EVALUATE, Phase.READY, *RUNS, Phase.CLOSING)
 
 
 def outline(state: State) -> State:
     """The state without its epochs."""
     slots = slot_row(replace(slot, epoch=0) for slot in state.slots)
     lease = state.lease and replace(state.lease, epoch=0)
-    return replace(state, epoch=0, phase_epoch=0, slots=slots, lease=lease, lease_epoch=0)
+    draws = tuple(replace(draw, epoch=0) for draw in state.rollouts.draws)
+    rollouts = replace(state.rollouts, epoch=0, draws=draws)
+    learner = replace(state.learner, epoch=0)
+    return replace(
+        state,
+        epoch=0,
+        phase_epoch=0,
+        lease_epoch=0,
+        slots=slots,
+        lease=lease,
+        rollouts=rollouts,
+        learner=learner,
+    )
 
 
 class World(RuleBasedStateMachine):
@@ -147,12 +159,12 @@ class World(RuleBasedStateMachine):
             holders = {state.slots[slot].holder for slot in worker_slots(state.settings, worker)}
             assert len(holders) == 1
             assert (worker_state is WorkerState.TRAINING) == (holders == {Holder.DRAFTER})
-            if worker_state is WorkerState.GENERATING and state.phase is Phase.ROLLOUT:
+            if worker_state is WorkerState.GENERATING and Phase.ROLLOUT in state.phases:
                 assert holders == {Holder.ENGINE}
-        if state.phase in (Phase.POLICY, Phase.COMMIT, Phase.EVALUATE, Phase.READY, Phase.CLOSING):
+        if state.phases & {Phase.POLICY, Phase.COMMIT, Phase.EVALUATE, Phase.CLOSING}:
             assert state.lease is None
 
-    @precondition(lambda self: "BeginStep" in self.calls and self.state.phase is Phase.READY)
+    @precondition(lambda self: "BeginStep" in self.calls and self.state.rollouts.drawing)
     @rule()
     def begin(self) -> None:
         command = self.calls.pop("BeginStep")
@@ -208,6 +220,20 @@ class World(RuleBasedStateMachine):
             case _:
                 del self.calls["ActivateDrafter"]
                 self.feed(events.Detached(now, epoch, ending))
+
+    @precondition(lambda self: "JoinDrafter" in self.calls)
+    @rule(ending=st.sampled_from(["joined", "failed", "deadline"]))
+    def join_news(self, ending: str) -> None:
+        command = self.calls.pop("JoinDrafter")
+        assert isinstance(command, commands.JoinDrafter)
+        epoch, now = command.epoch, self.tick()
+        match ending:
+            case "joined":
+                self.feed(events.DrafterJoined(now, epoch, len(command.slots)))
+            case "failed":
+                self.feed(events.JoinFailed(now, epoch, "it stops"))
+            case _:
+                self.feed(events.Deadline(now, epoch, "join", 30.0))
 
     @precondition(lambda self: "PreemptDrafter" in self.calls)
     @rule(answered=st.booleans(), detached_first=st.booleans())
@@ -272,7 +298,7 @@ class World(RuleBasedStateMachine):
         dead = {
             Service.GATEWAY: ["RunTasks", "Commit", "Evaluate"],
             Service.POLICY_TRAINER: ["TrainPolicy", "SaveCheckpoints"],
-            Service.DRAFTER_TRAINER: ["ActivateDrafter", "PreemptDrafter"],
+            Service.DRAFTER_TRAINER: ["ActivateDrafter", "JoinDrafter", "PreemptDrafter"],
         }[service]
         for kind in dead:
             self.calls.pop(kind, None)
@@ -282,7 +308,7 @@ class World(RuleBasedStateMachine):
     @rule()
     def a_call_of_the_drafter_trainer_fails(self) -> None:
         before = self.state.phase
-        for kind in ("ActivateDrafter", "PreemptDrafter"):
+        for kind in ("ActivateDrafter", "JoinDrafter", "PreemptDrafter"):
             self.calls.pop(kind, None)
         self.feed(events.CallFailed(self.tick(), Service.DRAFTER_TRAINER, "any", "broken"))
         assert self.state.phase is not Phase.FAILED or before is Phase.FAILED
@@ -291,6 +317,17 @@ class World(RuleBasedStateMachine):
     @rule()
     def stop_requested(self) -> None:
         self.feed(events.StopRequested(self.tick()))
+
+    @precondition(lambda self: self.state.phase in LIVE)
+    @rule(version=st.sampled_from([None, "serving", "previous", 99]), kind=st.integers(0, 2))
+    def an_operator_chooses(self, version: str | int | None, kind: int) -> None:
+        state = self.state
+        known = {"serving": state.versions.drafter, "previous": state.previous_drafter}
+        wanted = known[version] if isinstance(version, str) else version
+        if kind == 2:
+            self.feed(events.DrafterUnpinned(self.tick()))
+        else:
+            self.feed(events.DrafterChosen(self.tick(), wanted, lasting=bool(kind)))
 
     @precondition(lambda self: any(name.startswith("await") for name in self.calls))
     @rule()
@@ -319,7 +356,7 @@ class World(RuleBasedStateMachine):
         fair = [
             (lambda: any(name.startswith("await") for name in self.calls), self.service_back),
             (lambda: "PreemptDrafter" in self.calls, lambda: self.preempted(True, False)),
-            (lambda: "BeginStep" in self.calls and self.state.phase is Phase.READY, self.begin),
+            (lambda: "BeginStep" in self.calls and self.state.rollouts.drawing, self.begin),
             (
                 lambda: "RunTasks" in self.calls and len(self.generating) > 1,
                 lambda: self.share_done(0),
@@ -327,7 +364,7 @@ class World(RuleBasedStateMachine):
             (lambda: "RunTasks" in self.calls, self.tasks_finished),
             (lambda: "TrainPolicy" in self.calls, lambda: self.policy_news(False)),
             (
-                lambda: "ActivateDrafter" in self.calls and self.state.phase is Phase.DRAFTER,
+                lambda: "ActivateDrafter" in self.calls and Phase.DRAFTER in self.state.phases,
                 lambda: self.drafter_news("epochs"),
             ),
             (lambda: "Commit" in self.calls, lambda: self.commit_news(True, False)),

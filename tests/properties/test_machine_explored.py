@@ -7,38 +7,63 @@ from dataclasses import replace
 import pytest
 from machine_world import Explored, Move, World, answers, explore
 
-from coordinator.machine import commands, drafter, events
-from coordinator.machine.decision import Decision
+from coordinator.machine import commands, commit, events, rules, schedule
+from coordinator.machine.marks import rollout_call
 from coordinator.machine.state import (
-    OPTIONAL,
     Holder,
     MachineError,
     Phase,
+    Placement,
     RunSettings,
+    Schedule,
     State,
     WorkerState,
 )
-from coordinator.machine.step import EVENTS, call, step
+from coordinator.machine.step import EVENTS, step
 
 THREE = RunSettings(workers=3, total_steps=2, training_interval_steps=1)
-SCHEDULES = {
-    "harvest": (THREE, 1),
-    "harvest of two slots": (replace(THREE, min_workers_for_training=2, max_drafter_slots=2), 1),
-    "harvest in every second step, with probes": (
-        replace(THREE, training_interval_steps=2, probe_enabled=True, probe_every=1),
-        1,
-    ),
-    "serial": (replace(THREE, serial_drafter=True), 3),
-    "no drafter, with accuracy": (
+APART = replace(THREE, placement=Placement.DISAGGREGATED, learner_slots=1)
+ONE_OFF = {"schedule": Schedule.ONE_STEP_OFF, "max_policy_lag": 1}
+ASYNC = {"schedule": Schedule.FULLY_ASYNC, "max_policy_lag": 1, "groups_per_step": 1}
+TWO_SLOTS = replace(THREE, min_workers_for_training=2, max_drafter_slots=2)
+JOINING = replace(THREE, total_steps=1, max_drafter_slots=2)
+PROBED = replace(THREE, training_interval_steps=2, probe_enabled=True, probe_every=1)
+SERIAL = replace(THREE, serial_drafter=True)
+SETTINGS = {
+    "sync": (THREE, 1),
+    "sync, two slots for the drafter": (TWO_SLOTS, 0),
+    "sync, slots that join the drafter": (JOINING, 0),
+    "sync, the drafter in every second step, with probes": (PROBED, 0),
+    "sync, serial drafter": (SERIAL, 1),
+    "sync, no drafter, with accuracy": (
         replace(THREE, drafter_enabled=False, accuracy_enabled=True),
         3,
     ),
+    "sync, disaggregated": (APART, 0),
+    "one_step_off, colocated": (replace(THREE, **ONE_OFF), 0),
+    "one_step_off, disaggregated": (replace(APART, **ONE_OFF), 0),
+    "fully_async, colocated": (replace(THREE, **ASYNC, drafter_enabled=False), 0),
+    "fully_async, disaggregated": (replace(APART, **ASYNC, drafter_enabled=False), 0),
 }
 """Settings, and faults of a run at most."""
+DEEPER = {
+    "sync, two slots for the drafter": (TWO_SLOTS, 1),
+    "sync, slots that join the drafter": (JOINING, 1),
+    "sync, the drafter in every second step, with probes": (PROBED, 1),
+    "sync, serial drafter": (SERIAL, 3),
+    "sync, disaggregated": (APART, 1),
+    "one_step_off, colocated": (replace(THREE, **ONE_OFF), 1),
+    "one_step_off, disaggregated": (replace(APART, **ONE_OFF), 1),
+    "fully_async, colocated, two workers": (replace(THREE, **ASYNC, workers=2), 0),
+    "fully_async, disaggregated, two workers": (replace(APART, **ASYNC, workers=2), 0),
+    "fully_async, two groups a step": (
+        replace(APART, **{**ASYNC, "groups_per_step": 2}, drafter_enabled=False),
+        0,
+    ),
+}
+"""As SETTINGS, for minutes."""
 FEWEST_STATES = 30_000
-AT_REST = (Phase.READY, Phase.EVALUATE, Phase.POLICY, Phase.COMMIT, Phase.CLOSING, Phase.FINISHED)
 ANSWERED = (commands.RunTasks, commands.TrainPolicy, commands.Evaluate, commands.SaveCheckpoints)
-LEASING = (events.ShareDone, events.Detached, events.Preempted, events.ServiceBack)
 
 
 def check(world: World, move: Move, after: World) -> None:
@@ -47,6 +72,8 @@ def check(world: World, move: Move, after: World) -> None:
         one_holder_a_slot(after.state)
         numbers_only_grow(world.state, after.state)
         duplicates_change_nothing(world, move, after)
+        lag_is_bounded(after.state)
+        a_trajectory_has_one_version(world.state, after.state)
         if after.state != world.state:  # it was not too late
             training_starts_when_the_rules_allow(move, after.state)
     except AssertionError as error:
@@ -57,13 +84,19 @@ def check(world: World, move: Move, after: World) -> None:
 def one_holder_a_slot(state: State) -> None:
     leased = set(state.lease.slots) if state.lease else set()
     assert set(state.slots.where(Holder.DRAFTER)) == leased
+    interrupted = any(not draw.called for draw in state.rollouts.running)
     for worker, worker_state in enumerate(state.workers):
         holder = state.slots[worker].holder
         assert (worker_state is WorkerState.TRAINING) == (holder is Holder.DRAFTER)
-        if state.phase is Phase.ROLLOUT and not state.lost - OPTIONAL and not state.rollout_restart:
+        if state.phases & {Phase.ROLLOUT, Phase.SUSPENDED} and not interrupted:
             assert (worker_state is WorkerState.GENERATING) == (holder is Holder.ENGINE)
-    if state.phase in AT_REST:
+    for slot in state.slots.where(Holder.POLICY):
+        assert slot in state.settings.policy_slots
+    if state.phases & {Phase.EVALUATE, Phase.CLOSING, Phase.FINISHED}:
         assert state.lease is None
+    if state.settings.colocated and state.slots.counted(Holder.POLICY):
+        assert state.lease is None
+        assert not state.workers.counted(WorkerState.GENERATING)
 
 
 def numbers_only_grow(before: State, after: State) -> None:
@@ -95,19 +128,50 @@ def duplicates_change_nothing(world: World, move: Move, after: World) -> None:
         assert all(isinstance(command, commands.Refuse) for command in issued)
 
 
+def lag_is_bounded(state: State) -> None:
+    """No draw begins too early, and nothing that has closed is left to become too old."""
+    lag, settings = state.settings.max_policy_lag, state.settings
+    for draw in state.rollouts.draws:
+        assert draw.step - draw.version <= lag
+        assert state.step - draw.version <= lag or settings.schedule is Schedule.FULLY_ASYNC
+        waits = draw.closed & ~draw.taken
+        if state.learner.batch and waits:
+            assert state.step + 1 - draw.version <= lag, "trained next, it would be dropped"
+
+
+def a_trajectory_has_one_version(before: State, after: State) -> None:
+    """A set is committed among rollouts in one schedule alone, and after them in the others."""
+    if after.settings.schedule is Schedule.FULLY_ASYNC:
+        return
+    if after.committing is not None and before.committing is None:
+        assert not after.rollouts.running
+    if after.committing is not None:
+        assert not any(draw.called for draw in after.rollouts.draws)
+
+
 def training_starts_when_the_rules_allow(move: Move, state: State) -> None:
-    if state.phase is not Phase.ROLLOUT or not isinstance(move.event, LEASING):
+    if state.phase is not Phase.RUNNING:
         return
     settings, workers = state.settings, state.workers
-    allowed = (
+    computing = workers.counted(WorkerState.GENERATING) or (
+        not settings.colocated and state.learner.phase is not Phase.IDLE
+    )
+    drafter_may = (
         settings.drafter_enabled
         and not settings.serial_drafter
         and state.step % settings.training_interval_steps == 0
         and not state.lost
-        and workers.counted(WorkerState.GENERATING)
+        and computing
         and workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
     )
-    assert state.lease is not None or not allowed
+    assert state.lease is not None or state.drafter_benched or not drafter_may
+    draws = state.rollouts.draws
+    closed = sum((draw.closed & ~draw.taken).bit_count() for draw in draws)
+    ended = any(draw.finished and draw.step == state.step for draw in draws)
+    fully = settings.schedule is Schedule.FULLY_ASYNC
+    there = closed >= settings.groups_per_step if fully else ended
+    free = not settings.colocated or fully or not state.rollouts.running
+    assert state.learner.phase is not Phase.IDLE or not (there and free)
 
 
 def leads_on(explored: Explored) -> None:
@@ -116,7 +180,7 @@ def leads_on(explored: Explored) -> None:
     stuck = [world for i, world in enumerate(explored.worlds) if i not in ending]
     assert not stuck, stuck[0]
     assert all(
-        world.state.lease is None
+        world.state.lease is None and not world.state.rollouts.draws
         for world in explored.worlds
         if world.state.phase is Phase.FINISHED
     )
@@ -125,28 +189,70 @@ def leads_on(explored: Explored) -> None:
 def test_no_order_of_events_and_faults_breaks_a_rule_or_stops_a_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert explored_states(SETTINGS, capsys) >= FEWEST_STATES
+
+
+@pytest.mark.slow
+def test_nor_does_any_order_with_more_faults_or_more_groups(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert explored_states(DEEPER, capsys) >= FEWEST_STATES
+
+
+def explored_states(
+    runs: dict[str, tuple[RunSettings, int]], capsys: pytest.CaptureFixture[str]
+) -> int:
     states = 0
-    for name, (settings, faults) in SCHEDULES.items():
+    for name, (settings, faults) in runs.items():
         explored = explore(settings, faults, check)
         leads_on(explored)
         states += len(explored.worlds)
         with capsys.disabled():
             print(f"\n{name}: {len(explored.worlds):,} states, {explored.moves:,} moves", end="")
-    assert states >= FEWEST_STATES
+    return states
+
+
+def found(monkeypatch: pytest.MonkeyPatch, settings: RunSettings, says: str) -> None:
+    with pytest.raises((AssertionError, MachineError), match=says):
+        leads_on(explore(settings, 0, check))
 
 
 def test_the_explorer_finds_a_drafter_that_is_not_told_of_released_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafter, "lease_released", Decision)
-    with pytest.raises(AssertionError, match="Detached"):
-        explore(THREE, 0, check)
+    monkeypatch.setattr(rules, "RULES", rules.RULES[:-1])
+    found(monkeypatch, THREE, "ShareDone")
 
 
-def test_the_explorer_finds_a_share_that_is_taken_twice(
+def test_the_explorer_finds_a_share_that_is_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = EVENTS[events.ShareDone]._replace(late=rollout_call)
+    monkeypatch.setitem(EVENTS, events.ShareDone, late)
+    found(monkeypatch, THREE, "ShareDone")
+
+
+def test_the_explorer_finds_tasks_that_are_drawn_a_step_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    late = EVENTS[events.ShareDone]._replace(late=call)
-    monkeypatch.setitem(EVENTS, events.ShareDone, late)
-    with pytest.raises(MachineError, match="ShareDone"):
-        explore(THREE, 0, check)
+    right = schedule.capacity
+    monkeypatch.setattr(schedule, "capacity", lambda **of: right(**of) + of["batch"])
+    found(
+        monkeypatch,
+        replace(APART, total_steps=3, **ONE_OFF),
+        "draw.step - draw.version|StepBegan|assert",
+    )
+
+
+def test_the_explorer_finds_a_commit_that_does_not_wait_for_rollouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (rules, commit):
+        monkeypatch.setattr(module, "may_commit", lambda state: True)
+    found(monkeypatch, replace(APART, **ONE_OFF), "Committed|PolicyPrepared")
+
+
+def test_the_explorer_finds_rollouts_that_are_never_taken_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stays = tuple(rule for rule in rules.RULES if rule is not rules.roll_out)
+    monkeypatch.setattr(rules, "RULES", stays)
+    found(monkeypatch, replace(THREE, **ASYNC, drafter_enabled=False), "State")

@@ -9,6 +9,8 @@ import shutil
 import pytest
 from recipes.checkout import CLI, ROOT, Change, Checkout, places
 
+from rollout_gateway.engines.sglang.hook_points import RELEASES
+
 SETTING = (
     Change(
         "services/rollout_gateway/config.py",
@@ -45,7 +47,7 @@ async def main(url, run_id):
     event = Twinned(1.5, kind="identical", service=Service.GATEWAY, versions=VersionSet(3, 2, 1))
     assert [one async for one in Journal(client, run_id).entries()] == []
     journal = Journal(client, run_id)
-    await journal.append(JournalEntry(event, EntryBody(0, Phase.READY)))
+    await journal.append(JournalEntry(event, EntryBody(0, "ready")))
     again = [one.event async for one in Journal(client, run_id).entries()]
     assert again == [event], again
     await client.aclose()
@@ -75,7 +77,9 @@ METRIC = (
         "        metrics.REQUESTS.record()\n",
     ),
 )
-RELEASE = (Change(f"{G}/engines/sglang/__init__.py", 'VERSIONS = ("0.7.7",)\n', ""),)
+RELEASE = (
+    Change(f"{G}/engines/sglang/hook_points.py", 'RELEASES += ("0.7.7",)\n', "\n\n@dataclass"),
+)
 PARAMETER = (
     Change(
         "proto/paceline/v1/trajectory.proto",
@@ -121,7 +125,8 @@ def test_a_new_metric_stands_on_the_metrics_page_with_its_meaning(checkout: Chec
         lines = http.get("/metrics").text.splitlines()
     assert 'paceline_gateway_twins_total{side="left"} 2.0' in lines
     assert "# HELP paceline_gateway_twins_total twins seen" in lines
-    shutil.copytree(ROOT / ".ci", checkout.root / ".ci")
+    for read in (".ci", "examples/sglang"):
+        shutil.copytree(ROOT / read, checkout.root / read)
     written = checkout.python(
         "import runpy, sys; sys.argv = ['docs']; sys.path.insert(0, '.ci'); "
         "runpy.run_path('.ci/docs', run_name='__main__')"
@@ -146,7 +151,6 @@ def test_a_new_sampling_parameter_changes_what_the_client_gets(checkout: Checkou
 
 
 def test_a_new_release_of_sglang_is_taken_and_an_unknown_one_refused(checkout: Checkout) -> None:
-    (checkout.root / RELEASE[0].path).unlink()
     checkout.change(RELEASE)
     check = (
         "import sys; from rollout_gateway.engines.sglang import host; "
@@ -154,7 +158,8 @@ def test_a_new_release_of_sglang_is_taken_and_an_unknown_one_refused(checkout: C
     )
     assert checkout.python(check, "0.7.7").returncode == 0
     refused = checkout.python(check, "0.7.8")
-    assert "this SGLang is not supported; seen: 0.7.8; allowed: 0.7.7" in refused.stderr
+    allowed = f"{' or '.join(RELEASES)} or 0.7.7"
+    assert f"release of SGLang is not supported; seen: 0.7.8; allowed: {allowed}" in refused.stderr
 
 
 def test_a_new_setting_is_taken_checked_and_printed(checkout: Checkout) -> None:

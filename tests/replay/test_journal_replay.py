@@ -13,10 +13,11 @@ from coordinator.calls.groups import ClosedGroups
 from coordinator.journal.entry import JournalEntry, changed_slots, entry_of
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import StepRecords
+from coordinator.journal.snapshot import Snapshot
 from coordinator.machine import commands, events
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import Event
-from coordinator.machine.state import Evaluation, Phase, RunSettings, Service, State
+from coordinator.machine.state import Evaluation, Holder, Phase, RunSettings, Service, State
 from coordinator.machine.step import EVENTS as EVENT_ROWS
 from coordinator.machine.step import EventRow, none, step
 from paceline.errors import DataLoss, FailedPrecondition
@@ -51,6 +52,7 @@ EVENTS: list[Event] = [
         {**ROLLOUT, "length_quantiles": (5, 9, 11), "closed_groups": {"s0.t1": 7, "s0.t0": 0}},
     ),
     events.Preempted(6.5, 3),
+    events.WorkersReleased(6.5, 4, Holder.POLICY),
     events.Detached(6.6, 3, "preempted", {"steps": 4}),
     events.PolicyStepped(8.0, 4, 1, {"loss": 0.5, "reward_mean": 0.75}),
     events.PolicyPrepared(8.5, 4, 1, {"push_s": 0.4}),
@@ -93,7 +95,7 @@ async def test_a_replayed_journal_gives_the_same_state_and_records(
     replayed, again, _ = played([entry.event for entry in read])
     assert replayed == state
     assert again.finished == records.finished
-    assert replayed.phase is Phase.ROLLOUT
+    assert replayed.doing == "rollout"
     again = commands.RunTasks(1, state.epoch + 2, state.versions)
     assert step(replayed, events.Resumed(11.0, 2))[1] == (again,)
 
@@ -123,10 +125,10 @@ async def test_a_replayed_journal_waits_for_the_same_groups(
     async for entry in Journal(redis_client, run_id).entries():
         before, state = state, step(state, entry.event)[0]
         groups.observe(before, entry.event, state)
-    assert state.phase is Phase.POLICY
+    assert state.doing == "policy"
     (command,) = step(state, events.Resumed(7.0, 2))[1]
     assert isinstance(command, commands.TrainPolicy)
-    assert list(groups.of(command.step).items()) == [("s0.t1", 7), ("s0.t0", 0)]
+    assert list(groups.of(command.batch).items()) == [("s0.t1", 7), ("s0.t0", 0)]
 
 
 def two_steps() -> list[Event]:
@@ -134,9 +136,9 @@ def two_steps() -> list[Event]:
     happened = EVENTS[:-1]
     for answer in (
         lambda state: events.TasksFinished(
-            11.0, state.phase_epoch, {**ROLLOUT, "pulls": {"off": 7}}
+            11.0, state.rollouts.epoch, {**ROLLOUT, "pulls": {"off": 7}}
         ),
-        lambda state: events.PolicyPrepared(12.0, state.phase_epoch, 2),
+        lambda state: events.PolicyPrepared(12.0, state.learner.epoch, 2),
         lambda state: events.Committed(13.0, state.committing),
         lambda state: events.EvaluationDone(14.0, state.phase_epoch, Evaluation.PROBE, 3.3),
     ):
@@ -153,7 +155,9 @@ async def test_a_replay_behind_a_snapshot_comes_to_where_that_of_all_entries_com
         state, records, entries = played(happened[:end])
         await journal.append(entries[-1])
         if state.step > entries[-1].body.step:
-            await journal.save(state, records, f"trace-{end}", happened[end - 1].at_s, (1, 2.5))
+            at_s, carried = happened[end - 1].at_s, records.carried()
+            snapshot = Snapshot(end, at_s, {"0": f"trace-{end}"}, state, carried, {}, (1, 2.5))
+            await journal.save(snapshot, records.finished)
 
         again = Journal(redis_client, run_id)
         newest = await again.newest()
@@ -166,7 +170,7 @@ async def test_a_replay_behind_a_snapshot_comes_to_where_that_of_all_entries_com
             told.observe(before, entry.event, replayed)
         assert (replayed, told.finished) == (state, records.finished)
         assert told.carried() == records.carried()
-        assert (snapshot.traceparent, snapshot.at_s, snapshot.watched) == (
+        assert (snapshot.traceparents["0"], snapshot.at_s, snapshot.watched) == (
             f"trace-{snapshot.entries}",
             happened[snapshot.entries - 1].at_s,
             (1, 2.5),
@@ -185,7 +189,8 @@ async def test_a_snapshot_that_cannot_be_used_says_why(
     journal, key = Journal(redis_client, run_id), run_key(run_id, "journal")
     for entry in entries:
         await journal.append(entry)
-    await journal.save(state, records, "", 0.0, None)
+    snapshot = Snapshot(len(entries), 0.0, {}, state, records.carried(), {}, None)
+    await journal.save(snapshot, records.finished)
     good = await redis_client.get(f"{key}:snapshot")
 
     async def says(message: str) -> None:
@@ -197,7 +202,7 @@ async def test_a_snapshot_that_cannot_be_used_says_why(
         (b"[]", "does not decode"),
         (good.replace(b'"v":', b'"v":9'), "another version"),
         (good.replace(b'"phase":"', b'"phase":"x'), "State.phase"),
-        (good.replace(b'"entries":', b'"entries":9'), "ends before its snapshot"),
+        (good.replace(b'"entries":', b'"entries":9'), "ends before the snapshot"),
     ):
         await redis_client.set(f"{key}:snapshot", damaged)
         await says(message)
@@ -270,13 +275,26 @@ async def test_of_two_writers_only_one_appends(
         await second.append(entries[1])
 
 
-async def test_a_repeated_append_after_a_lost_answer_is_one_entry(
+async def test_of_entries_that_are_written_together_another_writer_finds_all_or_none(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    entry = played(EVENTS)[2][0]
-    await Journal(redis_client, run_id).append(entry)
-    await Journal(redis_client, run_id).append(entry)
-    assert await redis_client.xlen(run_key(run_id, "journal")) == 1
+    entries = played(EVENTS)[2]
+    first, second = Journal(redis_client, run_id), Journal(redis_client, run_id)
+    await first.append(entries[0])
+    with pytest.raises(FailedPrecondition, match="another coordinator"):
+        await second.append(*entries[1:4])
+    with pytest.raises(FailedPrecondition, match="another coordinator"):
+        await second.append(*entries[:2])
+    assert [one async for one in Journal(redis_client, run_id).entries()] == entries[:1]
+
+
+async def test_a_repeated_append_after_a_lost_answer_adds_nothing(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    entries = played(EVENTS)[2][:3]
+    await Journal(redis_client, run_id).append(*entries)
+    await Journal(redis_client, run_id).append(*entries)
+    assert await redis_client.xlen(run_key(run_id, "journal")) == 3
 
 
 @pytest.mark.parametrize(

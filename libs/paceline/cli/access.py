@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from paceline.config import SecurityConfig, ServiceConfig, load_config
-from paceline.errors import NotFound
+from paceline.errors import NotFound, Unavailable
 from paceline.local.tokens import token_at
-from paceline.rpc import channel
+from paceline.rpc import channel, rpc_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,16 @@ class Coordinator:
         if not security.token and (token := token_at(self.address)):
             os.environ[security.token_env] = token
         return channel(self.address, security)
+
+
+@contextmanager
+def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
+    """Raises Unavailable with the address when nobody answers a call of the block."""
+    try:
+        with rpc_errors():
+            yield
+    except Unavailable as error:
+        raise Unavailable("no coordinator answers", seen=coordinator.address) from error
 
 
 def coordinator_of(files: Sequence[Path], address: str | None = None) -> Coordinator:

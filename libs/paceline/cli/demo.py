@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from paceline.cli.live import RunView
-from paceline.cli.plan import plan_run
+from paceline.cli.plan import Checked, plan_run
 from paceline.cli.results import collect, print_results, write_results
 from paceline.cli.run_files import DemoOptions, RunFiles, configure_run, find_run
-from paceline.cli.up import EXIT_INTERRUPTED, stop_all, supervise
+from paceline.cli.up import EXIT_INTERRUPTED, health_s, stop_all, supervise
 from paceline.cli.watch import follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError
@@ -56,7 +55,7 @@ async def _run(files: RunFiles, options: DemoOptions, console: Console) -> int:
     try:
         pids: dict[str, int] = {}
         view = RunView(files.run_id, options.steps, console)
-        ledger = await _play(files, config, plan.overrides, view, pids)
+        ledger = await _play(files, config, plan, view, pids)
         if ledger is not None:
             print_results(write_results(files, ledger, pids), files, console)
             return 0
@@ -75,7 +74,7 @@ async def _run(files: RunFiles, options: DemoOptions, console: Console) -> int:
 async def _play(
     files: RunFiles,
     config: ServiceConfig,
-    overrides: Sequence[str],
+    plan: Checked,
     view: RunView,
     pids: dict[str, int],
 ) -> LedgerCount | None:
@@ -89,9 +88,14 @@ async def _play(
             pids[event.name] = event.pid
         view.event(event)
 
-    launches = run_launches(config, [files.config], overrides)
+    launches = run_launches(config, [files.config], plan.overrides)
     supervisor = Supervisor(
-        launches, files.directory, on_event=on_event, heartbeat_s=config.run.heartbeat_s
+        launches,
+        files.directory,
+        on_event=on_event,
+        health_s=health_s(plan),
+        heartbeat_s=config.run.heartbeat_s,
+        hung_s=config.run.hung_s,
     )
     following: list[asyncio.Task[None]] = []
 
@@ -101,7 +105,7 @@ async def _play(
 
     with view:
         try:
-            if not await supervise(supervisor, started):
+            if not await supervise(supervisor, started, plan):
                 return None
             await asyncio.wait(following, timeout=_LAST_FACT_S)
             view.say("writing the report")

@@ -23,6 +23,7 @@ from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
 if TYPE_CHECKING:
     from paceline.cli.access import Coordinator
+    from paceline.cli.choice import Request
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -152,6 +153,28 @@ def up(
 
 
 @app.command()
+def plan(
+    overrides: Overrides = None,
+    config: ConfigFiles = None,
+    gpus: Annotated[
+        str,
+        typer.Option(
+            metavar="COUNTxGIB", help="for such GPUs, e.g. 8x80, instead of this machine's"
+        ),
+    ] = "",
+) -> None:
+    """Print what each service of a run takes of a GPU's memory, or why it cannot fit."""
+    from paceline.cli.plan import parse_gpus, plan_run
+
+    try:
+        given = parse_gpus(gpus) if gpus else None
+        lines = plan_run(list(config or []), list(overrides or ()), given).lines
+    except PacelineError as error:
+        raise _refused(error) from error
+    print("\n".join(lines))
+
+
+@app.command()
 def demo(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 150,
@@ -230,6 +253,53 @@ def stop(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None
     from paceline.cli.stop import stop_run
 
     _run(stop_run(_coordinator(address, config), Console()))
+
+
+@app.command()
+def rollback(
+    version: Annotated[
+        int | None,
+        typer.Argument(min=0, help="drafter to go back to; else the one that served before"),
+    ] = None,
+    policy: Annotated[
+        int | None, typer.Option(min=0, help="refused: says how to go back to an older policy")
+    ] = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Serve the former drafter again, from the next commit on and for a step at least."""
+    from paceline.v1.coordinator_pb2 import RollBackRequest
+
+    request = RollBackRequest(drafter_version=version, policy_version=policy)
+    _choose(request, address, config)
+
+
+@app.command()
+def pin(
+    version: Annotated[
+        int | None, typer.Argument(min=0, help="drafter to keep; else the one that serves")
+    ] = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Keep a drafter serving: what is promoted waits until it is unpinned."""
+    from paceline.v1.coordinator_pb2 import PinDrafterRequest
+
+    _choose(PinDrafterRequest(drafter_version=version), address, config)
+
+
+@app.command()
+def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Let promoted drafters serve again; withdraws a rollback that is due."""
+    from paceline.v1.coordinator_pb2 import UnpinDrafterRequest
+
+    _choose(UnpinDrafterRequest(), address, config)
+
+
+def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
+    from paceline.cli.choice import choose_drafter
+
+    _run(choose_drafter(_coordinator(address, config), request, Console()))
 
 
 @app.command(context_settings=REST)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config import load_config
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import RunPlan, ServicePlan, shown
 from paceline.local.processes import usable_cores
@@ -31,10 +31,14 @@ class Checked(NamedTuple):
     """Settings that follow from the others, of those that are left open: what is given may change
     in its file before a service starts again.
     """
+    start_s: float
+    """Seconds after which the slowest service gives up its own start, by its settings."""
 
 
-def plan_run(files: Sequence[Path], overrides: Sequence[str]) -> Checked:
-    """The plan of a run's settings.
+def plan_run(
+    files: Sequence[Path], overrides: Sequence[str], gpus: Sequence[int] | None = None
+) -> Checked:
+    """The plan of a run's settings; `gpus`: bytes of each, else those of this machine.
 
     Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
     """
@@ -43,18 +47,38 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str]) -> Checked:
         for spec in SERVICES
         if spec.settings
     }
-    gateway, policy = found["gateway"], found["policy_trainer"]
-    gpus = gpu_bytes() if policy.device != "cpu" else []
-    per_worker = found["coordinator"].slots_per_worker
+    gateway, policy, coordinator = (
+        found[name] for name in ("gateway", "policy_trainer", "coordinator")
+    )
+    if gpus is None:
+        gpus = gpu_bytes() if policy.device != "cpu" else []
+    per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
     slots, cores = gateway.worker_count * per_worker, usable_cores()
-    ranks = memory_plan.policy_ranks(policy.ranks, slots, cores=cores, on_gpus=bool(gpus))
+    leased = coordinator.learner_slots or slots
+    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, on_gpus=bool(gpus))
     lines = _memory(found, ranks, gpus)
-    return Checked(lines, [] if policy.ranks else [f"policy_trainer.ranks={ranks}"])
+    chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
+    chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
+    return Checked(lines, chosen, max(gateway.engine.ready_deadline_s, policy.start_deadline_s))
 
 
-def _memory(found: dict[str, Any], ranks: int, gpus: list[int]) -> list[str]:
+def _staleness(bound: int | None, lag: int) -> list[str]:
+    """What the trainer takes of what the coordinator lets grow old. Raises ConfigError where it
+    would drop groups that were rolled out to be trained.
+    """
+    if bound is not None and bound < lag:
+        raise ConfigError(
+            "the policy trainer drops groups that the coordinator lets grow older; set "
+            "policy_trainer.max_staleness",
+            seen=bound,
+            allowed=f"empty, or at least {lag} (coordinator.max_policy_lag)",
+        )
+    return [f"policy_trainer.max_staleness={lag}"] if bound is None and lag else []
+
+
+def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]:
     gateway, policy, drafter = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
     )
@@ -65,19 +89,26 @@ def _memory(found: dict[str, Any], ranks: int, gpus: list[int]) -> list[str]:
     engine, on_gpus = _engine(gateway, model, gpus)
     plan = RunPlan(
         engine,
-        memory_plan.policy_plan(model, ranks=ranks, reshard=policy.reshard_after_forward),
-        memory_plan.drafter_plan(model, ranks=drafter.ranks),
+        memory_plan.policy_plan(
+            model,
+            ranks=ranks,
+            # A row is as long as the longest trajectory of its step.
+            tokens=max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens),
+            reshard=policy.reshard_after_forward,
+            recompute=policy.recompute_activations,
+        ),
+        memory_plan.drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens),
     )
     if gpus and on_gpus and drafter.device == "cuda":
         plan.check(min(gpus))
-        return list(map(str, plan.services))
+        return [*map(str, plan.services), plan.turns(min(gpus))]
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = sum(one.devices * one.total for one in plan.services)
     short = f"memory may run short: {shown(needed)} of {shown(ram)}"
     return [*map(str, plan.services), *([short] if needed > ram else [])]
 
 
-def _engine(gateway: Any, model: Any, gpus: list[int]) -> tuple[ServicePlan, bool]:
+def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
     """The plan of the engine's workers, and whether they compute on GPUs."""
     engine, workers = gateway.engine, gateway.worker_count
     item, own = _ITEM[engine.dtype], engine.sglang
@@ -112,3 +143,11 @@ def gpu_bytes() -> list[int]:
     except (subprocess.SubprocessError, OSError):
         return []  # a tool without a driver
     return [int(line) << 20 for line in said.stdout.split() if line.isdigit()]
+
+
+def parse_gpus(text: str) -> list[int]:
+    """Bytes of each GPU that `8x80` means: eight of 80 GiB. Raises ConfigError."""
+    count, _, gib = text.partition("x")
+    if not (count.isdigit() and gib.isdigit() and int(count) and int(gib)):
+        raise ConfigError("no GPUs", seen=text, allowed="COUNTxGIB, such as 8x80")
+    return [int(gib) << 30] * int(count)

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.access import Coordinator
+from paceline.cli.choice import drafter_line
 from paceline.cli.doctor import counts_text
 from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
@@ -34,6 +35,8 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set "
         f"{snapshot.versions.seq})"
     )
+    if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
+        console.print(drafter_line(snapshot.drafters), highlight=False, soft_wrap=True)
     slots = Table("slots", "holder", "epoch", "worker")
     for some in snapshot.slots:
         last = some.first + some.count - 1

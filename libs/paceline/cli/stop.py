@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.cli.access import Coordinator
+from paceline.cli.access import Coordinator, coordinator_answers
 from paceline.errors import Unavailable
 from paceline.rpc import rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
@@ -31,11 +31,8 @@ async def stop_run(coordinator: Coordinator, console: Console) -> int:
     """
     async with coordinator.channel() as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
-        try:
-            with rpc_errors():
-                answer = await stub.StopRun(pb.StopRunRequest(), timeout=DEADLINE_S)
-        except Unavailable as error:
-            raise Unavailable("no coordinator answers", seen=coordinator.address) from error
+        with coordinator_answers(coordinator):
+            answer = await stub.StopRun(pb.StopRunRequest(), timeout=DEADLINE_S)
         console.print(f"the run ends with {answer.total_steps} steps", highlight=False)
         try:
             return await _wait(stub, console)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.cli.plan import plan_run
+from paceline.cli.plan import Checked, plan_run
 from paceline.config import ServiceConfig, load_config
 from paceline.local.child import ChildEvent
 from paceline.local.owner import SUPERVISOR, owned
@@ -20,8 +20,10 @@ from paceline.local.supervisor import Supervisor, run_launches
 from paceline.local.tokens import AGENT, token_file, use_run_tokens
 
 EXIT_INTERRUPTED = 130
-START_DEADLINE_S = 300.0
-"""All services must be healthy by then."""
+_AFTER_ITS_OWN_S = 30.0
+"""A service that is late says so itself before it is given up here."""
+_ALL_S = 300.0
+"""For services that wait for others, beyond the slowest one's own deadline."""
 
 _STOP_GRACE_S = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,11 +64,18 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     launches = run_launches(
         config, [path.absolute() for path in files], [*overrides, *plan.overrides]
     )
-    supervisor = Supervisor(launches, run_dir, on_event=show, heartbeat_s=config.run.heartbeat_s)
+    supervisor = Supervisor(
+        launches,
+        run_dir,
+        on_event=show,
+        health_s=health_s(plan),
+        heartbeat_s=config.run.heartbeat_s,
+        hung_s=config.run.hung_s,
+    )
     with owned(run_dir, SUPERVISOR):
         use_run_tokens(config)
         try:
-            finished = await supervise(supervisor, started)
+            finished = await supervise(supervisor, started, plan)
         finally:
             await stop_all(supervisor)
 
@@ -83,7 +92,14 @@ def _key(config: ServiceConfig) -> str:
     return f" (key: {escape(str(file))})" if config.security.run_tokens else ""
 
 
-async def supervise(supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]) -> bool:
+def health_s(plan: Checked) -> float:
+    """Seconds that a service may take to its start."""
+    return patient(plan.start_s + _AFTER_ITS_OWN_S)
+
+
+async def supervise(
+    supervisor: Supervisor, when_started: Callable[[], Awaitable[None]], plan: Checked
+) -> bool:
     """Start all, await `when_started`, wait for the end of the run. True: it ended by itself;
     False: a signal came.
 
@@ -92,7 +108,7 @@ async def supervise(supervisor: Supervisor, when_started: Callable[[], Awaitable
     """
 
     async def work() -> None:
-        await supervisor.start(patient(START_DEADLINE_S))
+        await supervisor.start(health_s(plan) + patient(_ALL_S))
         await when_started()
         await supervisor.wait_finished()
 

@@ -30,6 +30,11 @@ class RunConfig(Config):
     """Seconds of silence after which a stopped process is killed and replaced: services by their
     supervisor, ranks and engine workers by their service. 0: never, for debuggers.
     """
+    hung_s: float = Field(default=30.0, ge=0)
+    """Seconds after which what runs and gets nowhere is killed and replaced: a service whose event
+    loop does not turn, a Redis of the run's own that answers nothing. 0: never, as with
+    heartbeat_s = 0.
+    """
 
 
 class RedisConfig(Config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections import deque
@@ -16,6 +17,7 @@ from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
 from paceline.local import news
 from paceline.local.disk import lack_of_room
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
+from paceline.local.hung import HUNG_S, Turns, unanswered
 from paceline.local.processes import (
     EXIT_CONFIG,
     EXIT_FULL,
@@ -25,6 +27,7 @@ from paceline.local.processes import (
     last_lines,
     last_words,
     signal_group,
+    stopped,
 )
 
 EventKind = (
@@ -49,6 +52,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False  # the run is over when it exits with status 0
     optional: bool = False  # the others go on without it
+    # Asked all the time of a server that tells of no turns; as `healthy`, and quick.
+    ping: Callable[[float], Awaitable[object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +90,11 @@ class Child:
         health_s: float,
         needs: Sequence[Child] = (),
         heartbeat_s: float = LIMIT_S,
+        hung_s: float = HUNG_S,
     ) -> None:
         """`needs`: those without which it cannot work; it starts when all of them are healthy.
-        `heartbeat_s`: seconds of silence after which it is killed; 0: never.
+        `heartbeat_s`: seconds of silence after which it is killed; 0: never. `hung_s`: seconds
+        after which it is killed where it runs and gets nowhere; 0: never, as without heartbeats.
         """
         self.launch = launch
         self.log = logs / f"{launch.name}.log"
@@ -99,6 +106,9 @@ class Child:
         self._was_healthy = False
         self._heartbeat_s = heartbeat_s
         self._heartbeat = Heartbeat(0)
+        self._hung_s = hung_s if heartbeat_s else 0.0
+        self._turns = Turns(0)
+        self._verdict = ""  # why it was killed, where not for its heartbeat
         self._process: asyncio.subprocess.Process | None = None
         self._log_begins = 0  # byte of the log where the process that runs began
         self._crashes: deque[float] = deque()
@@ -121,6 +131,7 @@ class Child:
         await self._needs_healthy()
         if not self.launch.command:
             await self._become_healthy()
+            await self._hung(math.inf)
             return
         try:
             await self._keep_running()
@@ -142,7 +153,7 @@ class Child:
                 self._tell("finished")
                 return
             self.is_healthy.clear()
-            verdict = self._heartbeat.verdict
+            verdict = self._heartbeat.verdict or self._verdict
             self._tell("died", last_words(code, self.log, self._log_begins, verdict))
             await self._pause_before_restart(code)
             first = False
@@ -172,6 +183,7 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = news.news_pipe()
         self._heartbeat = Heartbeat(self._heartbeat_s)
+        self._turns, self._verdict = Turns(self._hung_s), ""
         with self.log.open("ab") as log, os.fdopen(writing, "wb"):
             self._log_begins = log.tell()
             # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group
@@ -197,7 +209,26 @@ class Child:
     async def _hear(self, reading: int) -> None:
         async with aclosing(news.heard(reading)) as lines:
             async for kind, what in lines:
-                self._tell(kind, what)
+                if kind == news.TURN:
+                    self._turns.note(what)
+                else:
+                    self._tell(kind, what)
+
+    async def _hung(self, limit_s: float) -> str:
+        """Why it is to be killed, once it runs and gets nowhere; a server that others run is not
+        killed, only said to be away and back.
+        """
+
+        def tell(answers: bool) -> None:
+            if answers:
+                self._tell("recovered", "it answers again")
+            else:
+                self._tell("impaired", f"it does not answer within {every_s:g} s")
+
+        ping, every_s = self.launch.ping, self._heartbeat_s / 2
+        if ping is None:
+            return await self._turns.end()
+        return await unanswered(ping, every_s, limit_s, tell, lambda: stopped([self.pid]))
 
     async def _live(self, news_pipe: int) -> int:
         """Wait for health, then for the end; returns the exit status.
@@ -208,17 +239,23 @@ class Child:
         ending = asyncio.create_task(self._heartbeat.outlived(process))
         health = asyncio.create_task(self._become_healthy())
         hearing = asyncio.create_task(self._hear(news_pipe))
+        hung = asyncio.create_task(self._hung(self._hung_s))
         try:
             await asyncio.wait({ending, health}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
                 await health
+            await asyncio.wait({ending, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                self._verdict = hung.result()
+                process.kill()
             return await ending
         except PacelineError as error:
             raise self._failure(f"is not healthy: {error}") from error
         finally:
-            for task in (health, ending, hearing):
+            tasks = (health, ending, hearing, hung)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(health, ending, hearing, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             if process.returncode is not None:
                 signal_group(process.pid, signal.SIGKILL)
 

@@ -18,6 +18,7 @@ from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
 from paceline.local.heartbeat import answer_beats
+from paceline.local.hung import tell_turns
 from paceline.local.owner import owned
 from paceline.local.ports import require_free
 from paceline.local.processes import (
@@ -132,9 +133,11 @@ async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, number, received, stop)
+    turning = asyncio.create_task(tell_turns(config.run.hung_s))
     try:
         await serve(config, stop)
     finally:
+        turning.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             with suppress(ValueError):
                 loop.remove_signal_handler(number)

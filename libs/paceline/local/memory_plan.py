@@ -1,7 +1,7 @@
 """What each service of a run takes of a device's memory, in bytes, before anything is started.
 
-Counted are weights, gradients, Adam's two moments, and keys and values; activations, hidden states
-and what libraries keep for themselves come on top. A model's numbers follow from its config.json.
+Counted are weights, gradients, Adam's two moments, keys and values, and what a backward reads of
+its forward. A model's numbers follow from its config.json.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from paceline.models.config import ModelConfig
 
 FLOAT = 4
 """Bytes of a number that is trained."""
+LIBRARIES = 1 << 30
+"""Bytes that CUDA and NCCL keep for one process on a GPU, about."""
+LOGITS = 4
+"""Arrays of logits that are there at once while log-probs and entropy are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,17 @@ class RunPlan:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes on a device that all of them share, by whose turn it is."""
-        kept = {plan.service: plan.stays for plan in self.services}
-        return {
-            plan.service: plan.total + sum(kept.values()) - plan.stays for plan in self.services
-        }
+        """Bytes on a GPU that all of them share, by whose turn it is."""
+        stays = sum(plan.stays + LIBRARIES for plan in self.services)
+        return {plan.service: plan.total + stays - plan.stays for plan in self.services}
+
+    def turns(self, device_bytes: int) -> str:
+        """The peaks in words."""
+        peaks = (f"{service} {shown(size)}" for service, size in self.peaks.items())
+        return (
+            f"turns on a GPU of {shown(device_bytes)}: {', '.join(peaks)}; of which "
+            f"CUDA and NCCL {shown(LIBRARIES)} a service"
+        )
 
     def check(self, device_bytes: int) -> None:
         """Raises ConfigError where somebody's turn does not fit a device."""
@@ -67,14 +77,19 @@ class RunPlan:
                 + "; ".join(map(str, self.services)),
                 seen=f"{shown(most)}",
                 allowed=f"{shown(device_bytes)}, with another model, more GPUs, memory_saver, "
-                "a smaller memory_fraction or reshard_after_forward",
+                "a smaller memory_fraction, reshard_after_forward, recompute_activations or "
+                "shorter sequences",
             )
 
 
 def parameters(model: ModelConfig) -> int:
     """Weights of a model: matrices and embeddings; norms and biases are no matter."""
-    embeddings = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
-    return embeddings + model.num_layers * layer_parameters(model)
+    return embedding_parameters(model) + model.num_layers * layer_parameters(model)
+
+
+def embedding_parameters(model: ModelConfig) -> int:
+    """Weights of the embedding and the head."""
+    return (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
 
 
 def layer_parameters(model: ModelConfig) -> int:
@@ -111,23 +126,53 @@ def sglang_plan(
     return ServicePlan("gateway", workers * tensor_parallel, parts, 0 if saver else pool)
 
 
-def policy_plan(model: ModelConfig, *, ranks: int, reshard: bool) -> ServicePlan:
-    """FSDP2 over `ranks` in float32: each has its share, and what it gathers for a step."""
-    count = parameters(model)
+def layer_activations(model: ModelConfig) -> int:
+    """Numbers a token that the backward of one decoder layer reads: of both norms, the attention
+    with its inputs and outputs, and the gated MLP; without those that are one a token or a head.
+    """
+    return 8 * model.hidden_size + model.kv_width + 4 * model.intermediate_size
+
+
+def policy_plan(
+    model: ModelConfig, *, ranks: int, tokens: int, reshard: bool, recompute: bool
+) -> ServicePlan:
+    """FSDP2 over `ranks` in float32, in forwards of `tokens`: each rank has its share, what it
+    gathers of the others', and what a backward reads.
+    """
+    count, layer = parameters(model), layer_parameters(model)
     share = -(-FLOAT * count // ranks)
     gathered = 0
     if ranks > 1:
-        gathered = FLOAT * (layer_parameters(model) if reshard else count)
-    parts = {"weights": share, "gradients": share, "optimizer": 2 * share, "gathered": gathered}
+        # Weights and their gradients; with reshard of the layer that computes, the next one's
+        # weights, and the embedding and head, which are a unit of their own.
+        gathered = FLOAT * (2 * embedding_parameters(model) + 3 * layer if reshard else 2 * count)
+    kept = layer_activations(model)  # with recompute of one layer, and the inputs of all
+    read = kept + model.num_layers * model.hidden_size if recompute else kept * model.num_layers
+    parts = {
+        "weights": share,
+        "gradients": share,
+        "optimizer": 2 * share,
+        "gathered": gathered,
+        "activations": FLOAT * tokens * read,
+        "logits": LOGITS * FLOAT * tokens * model.vocab_size,
+    }
     return ServicePlan("policy_trainer", ranks, parts, 3 * share)
 
 
-def drafter_plan(model: ModelConfig, *, ranks: int) -> ServicePlan:
-    """A drafter of one layer like the model's, and the model's embedding and head."""
-    layer = layer_parameters(model) + 2 * model.hidden_size**2
-    share = -(-FLOAT * layer // ranks)
+def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
+    """A drafter of one layer like the model's in forwards of `tokens`, and the model's embedding
+    and head; on a rank alone, since a lease may be of one slot.
+    """
+    share = FLOAT * (layer_parameters(model) + 2 * model.hidden_size**2)
     head = 2 * FLOAT * model.vocab_size * model.hidden_size
-    parts = {"weights": share, "gradients": share, "optimizer": 2 * share, "policy's head": head}
+    parts = {
+        "weights": share,
+        "gradients": share,
+        "optimizer": 2 * share,
+        "policy's head": head,
+        "activations": FLOAT * tokens * layer_activations(model),
+        "logits": LOGITS * FLOAT * tokens * model.vocab_size,
+    }
     return ServicePlan("drafter_trainer", ranks, parts, 0)
 
 
@@ -140,7 +185,7 @@ def policy_ranks(wanted: int, slots: int, *, cores: int, on_gpus: bool) -> int:
         raise ConfigError(
             "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
             seen=f"{wanted} ranks",
-            allowed=f"0 to {slots}, the slots of the engine's workers",
+            allowed=f"0 to {slots}, the slots that it is leased",
         )
     return wanted or (slots if on_gpus else min(2, cores, slots))
 

@@ -15,10 +15,12 @@ VARIABLE = "PACELINE_NEWS_FD"
 """Number of the pipe's end to write to; "" where no supervisor listens."""
 
 News = Literal["impaired", "recovered"]
+TURN: Literal["turn"] = "turn"
+"""Told of an event loop that turns (hung.py); nobody is shown it."""
 _LINE_BYTES = 4096  # what a pipe takes whole or not at all
 
 
-def tell_supervisor(news: News, what: str) -> None:
+def tell_supervisor(news: News | Literal["turn"], what: str) -> None:
     """Show one line about this service; nothing where it was started by hand."""
     if pipe := os.environ.get(VARIABLE):
         line = f"{news} {' '.join(what.split())}".encode()[: _LINE_BYTES - 1]
@@ -34,7 +36,7 @@ def news_pipe() -> tuple[int, int]:
     return reading, writing
 
 
-async def heard(reading: int) -> AsyncGenerator[tuple[News, str]]:
+async def heard(reading: int) -> AsyncGenerator[tuple[News | Literal["turn"], str]]:
     """What is told, until nobody has the other end; then, or when closed, the pipe is closed."""
     lines = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -43,6 +45,6 @@ async def heard(reading: int) -> AsyncGenerator[tuple[News, str]]:
     try:
         async for line in lines:
             news, _, what = line.decode(errors="replace").rstrip().partition(" ")
-            yield "recovered" if news == "recovered" else "impaired", what
+            yield TURN if news == TURN else "recovered" if news == "recovered" else "impaired", what
     finally:
         transport.close()

@@ -17,6 +17,7 @@ from paceline.errors import DeadlineExceeded, FailedPrecondition
 from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy
 from paceline.local.foreign_redis import check_durable
 from paceline.local.heartbeat import LIMIT_S
+from paceline.local.hung import HUNG_S
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec
@@ -41,14 +42,17 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         health_s: float = 120.0,
         heartbeat_s: float = LIMIT_S,
+        hung_s: float = HUNG_S,
     ) -> None:
+        """`heartbeat_s` and `hung_s`: as in the configuration of a run."""
         made = policy or RestartPolicy()
         self._children: dict[str, Child] = {}
         for launch in in_order(launches):
             direct = [self._children[name] for name in launch.depends_on]
             needs = dict.fromkeys([*direct, *(far for near in direct for far in near.needs)])
+            logs, limits = run_dir / "logs", (heartbeat_s, hung_s)
             self._children[launch.name] = Child(
-                launch, run_dir / "logs", made, on_event, health_s, tuple(needs), heartbeat_s
+                launch, logs, made, on_event, health_s, tuple(needs), *limits
             )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -223,8 +227,11 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
         await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # it is there or it is not
         return await check_durable(url) if role == "durable" else ""
 
+    async def ping(deadline_s: float) -> None:
+        await wait_redis(url, deadline_s)
+
     if server is None:
-        return Launch(spec.name, (), healthy)
+        return Launch(spec.name, (), healthy, ping=ping)
     server.command()  # fails here, before anything is started, when there is no binary
     ports = (server.address,) if server.address else ()
-    return Launch(spec.name, command, healthy, spec.depends_on, ports)
+    return Launch(spec.name, command, healthy, spec.depends_on, ports, ping=ping)

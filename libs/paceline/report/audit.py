@@ -1,7 +1,8 @@
 """Counts the work that spans show on a slot while the journal has it held by another.
 
-A trainer's lease counts from the entry WorkersReleased of its epoch on: until then the slot is
-still the engine's, which gives its memory back.
+A trainer's lease of a worker's slot counts from the entry WorkersReleased of its epoch and worker
+on: until then the slot is still the engine's, which gives its memory back. Slots of the learner's
+own have no worker.
 """
 
 from __future__ import annotations
@@ -40,18 +41,29 @@ class _Leases:
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._of_slot: dict[int, list[SlotInterval]] = defaultdict(list)
         self._of_epoch: dict[int, list[int]] = defaultdict(list)  # a drafter's lease -> its slots
-        self._per_worker = 1
-        released: dict[int, float] = {}
+        self._of_policy: set[int] = set()
+        self._per_worker, engine_slots = 1, 0
+        released: dict[tuple[int, int], float] = {}  # by epoch and worker
         for entry in entries:
             if entry["event"] == "WorkersReleased":
-                released[int(entry["data"]["epoch"])] = float(entry["at_s"])
+                data, at_s = entry["data"], float(entry["at_s"])
+                for worker in data["details"]["workers"]:
+                    released.setdefault((int(data["epoch"]), int(worker)), at_s)
             elif entry["event"] == "RunStarted":
                 settings = entry["data"].get("settings", {})
                 self._per_worker = int(settings.get("slots_per_worker", 1))
+                engine_slots = int(settings.get("workers", 1)) * self._per_worker
         for interval in slot_intervals(entries):
             if interval.holder == "drafter":
                 self._of_epoch[interval.epoch].append(interval.slot)
-            self._of_slot[interval.slot] += _binding(interval, released)
+            elif interval.holder == "policy":
+                self._of_policy.add(interval.slot)
+            worker = interval.slot // self._per_worker
+            lent = interval.slot < engine_slots
+            began_s = released.get((interval.epoch, worker), interval.end_s)
+            self._of_slot[interval.slot] += _binding(
+                interval, began_s if lent else interval.start_s
+            )
         for held in self._of_slot.values():
             held.sort(key=lambda one: one.end_s)
 
@@ -73,15 +85,18 @@ class _Leases:
                 first = int(span.attributes.get("worker", 0)) * self._per_worker
                 return range(first, first + self._per_worker)
             case "drafter":
-                return self._of_epoch.get(int(span.attributes.get("epoch", 0)), ())
+                leased = self._of_epoch.get(int(span.attributes.get("epoch", 0)), ())
+                trained_on = span.attributes.get("slots", leased)
+                return tuple(trained_on) if leased else ()
             case _:
-                return tuple(self._of_slot)
+                return self._of_policy
 
 
-def _binding(interval: SlotInterval, released: dict[int, float]) -> Iterator[SlotInterval]:
+def _binding(interval: SlotInterval, released_s: float) -> Iterator[SlotInterval]:
     if interval.holder == "engine":
         yield interval
     elif interval.holder in ("policy", "drafter"):
-        began_s = min(released.get(interval.epoch, interval.end_s), interval.end_s)
-        yield replace(interval, holder="engine", end_s=began_s)
+        began_s = min(released_s, interval.end_s)
+        if began_s > interval.start_s:
+            yield replace(interval, holder="engine", end_s=began_s)
         yield replace(interval, start_s=began_s)

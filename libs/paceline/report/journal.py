@@ -18,15 +18,13 @@ from redis.asyncio import Redis
 
 from paceline.errors import DataLoss
 from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
-from paceline.streams import run_key
-from paceline.streams.connection import redis_errors
 from paceline.streams.journal_line import unpack_entry
+from paceline.streams.journal_pages import journal_lines
 from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.whole_files import write_whole
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
-_PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +57,14 @@ class RunHistory:
 async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
     """Write the run's journal to `path`, an entry a line; returns the number of entries.
 
-    Raises Unavailable.
+    Raises Unavailable, and DataLoss where the journal has a gap.
     """
-    key, last, count = run_key(run_id, "journal"), "-", 0
+    count = 0
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
-        while True:
-            with redis_errors(client, "reading the journal"):
-                page: Any = await client.xrange(key, min=last, max="+", count=_PAGE)
-            if not page:
-                break
-            file.writelines(fields[b"entry"] + b"\n" for _, fields in page)
-            count += len(page)
-            last = "(" + page[-1][0].decode()
+        async for line in journal_lines(client, run_id):
+            file.write(line + b"\n")
+            count += 1
 
     temporary.replace(path)
     return count

@@ -2,7 +2,8 @@
 
 A journal entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the
 slots that the event changed: `[first, count, holder, epoch]`. A step's window runs from its
-StepBegan to the entry that carries its `record`; evaluations lie outside all windows.
+StepBegan, or from the end of the step before where that is later, to the entry that carries its
+`record`; evaluations lie outside all windows.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def step_windows(entries: Iterable[Entry]) -> list[StepWindow]:
             began.setdefault(int(entry["data"]["step"]), float(entry["at_s"]))
         if entry.get("record"):
             step = int(entry["record"].get("step", 0))
-            windows.append(StepWindow(step, began[step], float(entry["at_s"])))
+            start_s = max(began[step], windows[-1].end_s if windows else 0.0)
+            windows.append(StepWindow(step, start_s, float(entry["at_s"])))
     return windows
 
 

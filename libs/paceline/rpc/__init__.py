@@ -4,7 +4,7 @@ Owns transport, security, errors and fencing, no service.
 """
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
-from paceline.rpc.epochs import EPOCHS, EpochGuard, check_run, leased
+from paceline.rpc.epochs import EPOCHS, EpochGuard, Track, check_run, leased
 from paceline.rpc.malloc import set_malloc_thresholds
 from paceline.rpc.security import check_events, is_loopback, scope_of
 from paceline.rpc.server import Server
@@ -14,6 +14,7 @@ __all__ = [
     "EPOCHS",
     "EpochGuard",
     "Server",
+    "Track",
     "channel",
     "check_events",
     "check_run",

@@ -8,6 +8,7 @@ import hmac
 import json
 import re
 from collections import OrderedDict
+from enum import StrEnum
 from pathlib import Path
 
 from paceline.config import SecurityConfig
@@ -17,9 +18,20 @@ from paceline.rpc.status import NOT_ALLOWED
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import write_whole
 
-_RUNS_KEPT = 64
+_KEPT = 256
 EPOCHS = "epochs.json"
 """Name of a guard's file, beside what it guards."""
+
+
+class Track(StrEnum):
+    """Whose leases follow each other: those of one track say nothing of another's, which goes on
+    beside it.
+    """
+
+    ROLLOUTS = "rollouts"
+    LEARNER = "learner"  # policy steps, their pushes and commits
+    DRAFTER = "drafter"
+    SLOTS = "slots"  # which pass from one to another
 
 
 def leased(security: SecurityConfig, run_id: str, step: int, epoch: int) -> CommandContext:
@@ -35,7 +47,8 @@ def check_run(context: CommandContext, run_id: str) -> None:
 
 
 class EpochGuard:
-    """Refuses commands of leases that a newer one has replaced, or that the coordinator never gave.
+    """Refuses commands of leases that a newer one of their track has replaced, or that the
+    coordinator never gave.
 
     For use on one event loop.
     """
@@ -49,12 +62,12 @@ class EpochGuard:
         self._file = file
         self._highest: OrderedDict[str, int] = OrderedDict(_read(file) if file else {})
 
-    def check(self, context: CommandContext) -> None:
+    def check(self, context: CommandContext, track: Track) -> None:
         """Remember the command's epoch.
 
-        Raises StaleEpoch when a higher epoch was seen for that run; InvalidInput when the command
-        names no run, and (NOT_ALLOWED) when its epoch is new and carries no proof of a lease:
-        leases grow one at a time, and one wrong number would shut everybody else out;
+        Raises StaleEpoch when a higher epoch was seen in that track of the run; InvalidInput when
+        the command names no run, and (NOT_ALLOWED) when its epoch is new and carries no proof of a
+        lease: leases grow one at a time, and one wrong number would shut everybody else out;
         ResourceExhausted when a new epoch cannot be kept.
         """
         run, epoch = context.run_id, context.epoch
@@ -66,21 +79,23 @@ class EpochGuard:
                 allowed=RUN_ID,
             )
 
-        highest = self._highest.get(run, 0)
+        highest = self.highest(run, track)
         if epoch < highest:
             raise StaleEpoch(
-                f"a newer lease of run {run} is in force", seen=epoch, allowed=f"at least {highest}"
+                f"a newer lease of run {run} is in force",
+                seen=epoch,
+                allowed=f"at least {highest}",
             )
-        self.check_proof(context)
+        self.check_proof(context, track)
         if epoch > highest:
-            self._keep(run, epoch)
+            self._keep(_key(run, track), epoch)
 
-    def _keep(self, run: str, epoch: int) -> None:
+    def _keep(self, key: str, epoch: int) -> None:
         """On disk before in memory: a command that is carried out has shut out the older ones."""
         kept = OrderedDict(self._highest)
-        kept[run] = epoch
-        kept.move_to_end(run)
-        if len(kept) > _RUNS_KEPT:
+        kept[key] = epoch
+        kept.move_to_end(key)
+        if len(kept) > _KEPT:
             kept.popitem(last=False)
         if self._file is not None:
             # Not synced, as that may stop an event loop for seconds while weights are written: with
@@ -88,12 +103,12 @@ class EpochGuard:
             write_whole(self._file, json.dumps(kept))
         self._highest = kept
 
-    def check_proof(self, context: CommandContext) -> None:
+    def check_proof(self, context: CommandContext, track: Track) -> None:
         """Raises InvalidInput (NOT_ALLOWED) for a new epoch without the proof of a lease.
 
         Without a token nobody can prove anything, and everything is taken.
         """
-        token, highest = self._security.token, self.highest(context.run_id)
+        token, highest = self._security.token, self.highest(context.run_id, track)
         if not token or context.epoch <= highest:
             return
         expected = _proof(token, context.run_id, context.epoch)
@@ -105,9 +120,13 @@ class EpochGuard:
                 allowed=f"{highest}, or a lease of the coordinator",
             )
 
-    def highest(self, run_id: str) -> int:
-        """Highest epoch seen for a run; 0 for a run never seen."""
-        return self._highest.get(run_id, 0)
+    def highest(self, run_id: str, track: Track) -> int:
+        """Highest epoch seen in a track of a run; 0 for one never seen."""
+        return self._highest.get(_key(run_id, track), 0)
+
+
+def _key(run: str, track: Track) -> str:
+    return f"{run}/{track}"
 
 
 def _read(file: Path) -> dict[str, int]:
@@ -115,7 +134,7 @@ def _read(file: Path) -> dict[str, int]:
         return {}
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return {str(run): int(epoch) for run, epoch in kept.items()}
+        return {str(key): int(epoch) for key, epoch in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataLoss(
             f"{file} holds no epochs; without it commands of old leases would be obeyed",

@@ -51,9 +51,10 @@ _CODES: dict[type[PacelineError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
     PacelineError: grpc.StatusCode.INTERNAL,
 }
+_CLASSES = {code: cls for cls, code in _CODES.items() if cls is not PacelineError}
 # What gRPC itself says, or a server that is not ours.
 _FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
-    **{code: cls for cls, code in _CODES.items() if cls is not PacelineError},
+    **_CLASSES,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidInput,
     grpc.StatusCode.UNAUTHENTICATED: errors.ConfigError,
     grpc.StatusCode.PERMISSION_DENIED: errors.ConfigError,
@@ -62,6 +63,8 @@ _FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
     grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNKNOWN: errors.InternalError,
+    # Our servers say more of their own faults: this is gRPC's, whose connection broke in a call.
+    grpc.StatusCode.INTERNAL: errors.Unavailable,
 }
 
 
@@ -115,9 +118,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     retry_after_s = None if retry is None else _seconds(retry.retry_delay)
     if info is not None and info.domain == DOMAIN:
         facts = info.metadata
-        family = errors.FAMILIES.get(
-            facts.get("family", ""), _FOREIGN.get(error.code(), errors.InternalError)
-        )
+        known = _CLASSES.get(error.code(), errors.InternalError)
+        family = errors.FAMILIES.get(facts.get("family", ""), known)
         seen, allowed = facts.get("seen"), facts.get("allowed")
         return family(
             message, reason=info.reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s

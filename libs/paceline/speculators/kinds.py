@@ -40,8 +40,6 @@ class SGLangSupport:
     """Of what it loads as this kind; empty: it loads nothing."""
     trees: bool = True
     """False: its tree has no width, so that arms are chains."""
-    fresh: bool = False
-    """It can begin without a checkpoint."""
     fc_bias: bool = False
     """Its module has an fc.bias, drawn at random where the checkpoint has none."""
     shared_with_target: tuple[str, ...] = ()
@@ -91,7 +89,6 @@ _KINDS = (
             "EAGLE",
             _SGLANG_SHAPES,
             architecture_ending="Eagle",
-            fresh=True,
             fc_bias=True,
             shared_with_target=("embed_tokens.weight", "lm_head.weight"),
         ),
@@ -126,7 +123,7 @@ _KINDS = (
         "ngram",
         "paceline.speculators.ngram:NgramSpeculator",
         shapes=("4_1_5",),
-        sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False, fresh=True),
+        sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False),
     ),
 )
 SPECULATORS = {kind.name: kind for kind in _KINDS}

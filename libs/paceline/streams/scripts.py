@@ -148,6 +148,25 @@ for index = 1, #ARGV, 2 do
 end
 """
 
+JOURNAL = """
+-- KEYS: journal. ARGV: number of the first entry, then entries.
+-- All or none: where another writer has the first number, the first XADD fails.
+for index = 2, #ARGV do
+  local id = string.format('%d-0', ARGV[1] + index - 2)
+  redis.call('XADD', KEYS[1], id, 'entry', ARGV[index])
+end
+"""
+
+SNAPSHOT = """
+-- KEYS: journal, its archive, snapshot, records of steps. ARGV: number of the last entry that the
+-- snapshot stands for, the entries up to it that are not archived, packed, the snapshot, then step,
+-- record, ... All or none: where another writer has archived as much, the XADD fails.
+redis.call('XADD', KEYS[2], ARGV[1] .. '-0', 'entries', ARGV[2])
+redis.call('SET', KEYS[3], ARGV[3])
+for index = 4, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[index], ARGV[index + 1]) end
+redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%d-0', ARGV[1] + 1))
+"""
+
 COMPACT = """
 -- KEYS: ledger, undecided, fates, totals, steps. ARGV: last step, branches passed over, branches
 -- looked at. Returns how many were there, and how many of them stay because they have no fate.

@@ -24,6 +24,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_RELEASED: _ClassVar[WorkerState]
     WORKER_STATE_TRAINING: _ClassVar[WorkerState]
     WORKER_STATE_COMPLETED: _ClassVar[WorkerState]
+    WORKER_STATE_SUSPENDED: _ClassVar[WorkerState]
 HOLDER_UNSPECIFIED: Holder
 HOLDER_NONE: Holder
 HOLDER_ENGINE: Holder
@@ -35,6 +36,7 @@ WORKER_STATE_GENERATING: WorkerState
 WORKER_STATE_RELEASED: WorkerState
 WORKER_STATE_TRAINING: WorkerState
 WORKER_STATE_COMPLETED: WorkerState
+WORKER_STATE_SUSPENDED: WorkerState
 
 class SlotRange(_message.Message):
     __slots__ = ("first", "count", "holder", "epoch", "worker_state")
@@ -55,7 +57,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,7 @@ class GetSnapshotResponse(_message.Message):
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
@@ -74,10 +77,25 @@ class GetSnapshotResponse(_message.Message):
     last_step: StepRecord
     failure: str
     away: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
+    drafters: DrafterChoice
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
+
+class DrafterChoice(_message.Message):
+    __slots__ = ("serving", "previous", "promoted", "chosen", "pinned")
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    serving: int
+    previous: int
+    promoted: int
+    chosen: int
+    pinned: bool
+    def __init__(self, serving: _Optional[int] = ..., previous: _Optional[int] = ..., promoted: _Optional[int] = ..., chosen: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class StepRecord(_message.Message):
-    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s")
+    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness")
     class ArmRoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +124,13 @@ class StepRecord(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class StalenessEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +151,8 @@ class StepRecord(_message.Message):
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_LENGTH_QUANTILES_FIELD_NUMBER: _ClassVar[int]
     SLOT_S_FIELD_NUMBER: _ClassVar[int]
+    PINNED_DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     step: int
     versions: _trajectory_pb2.VersionSet
     reward_mean: float
@@ -146,7 +173,9 @@ class StepRecord(_message.Message):
     trace_id: str
     response_length_quantiles: _containers.RepeatedScalarFieldContainer[int]
     slot_s: _containers.ScalarMap[str, float]
-    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    pinned_drafter: int
+    staleness: _containers.ScalarMap[str, int]
+    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListStepsRequest(_message.Message):
     __slots__ = ("from_step",)
@@ -169,6 +198,48 @@ class StopRunResponse(_message.Message):
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     total_steps: int
     def __init__(self, total_steps: _Optional[int] = ...) -> None: ...
+
+class RollBackRequest(_message.Message):
+    __slots__ = ("drafter_version", "policy_version")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    policy_version: int
+    def __init__(self, drafter_version: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class RollBackResponse(_message.Message):
+    __slots__ = ("drafters",)
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    drafters: DrafterChoice
+    def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
+
+class PinDrafterRequest(_message.Message):
+    __slots__ = ("drafter_version",)
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    def __init__(self, drafter_version: _Optional[int] = ...) -> None: ...
+
+class PinDrafterResponse(_message.Message):
+    __slots__ = ("drafters",)
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    drafters: DrafterChoice
+    def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
+
+class UnpinDrafterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UnpinDrafterResponse(_message.Message):
+    __slots__ = ("drafters",)
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    drafters: DrafterChoice
+    def __init__(self, drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
+
+class Facts(_message.Message):
+    __slots__ = ("facts",)
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    facts: _containers.RepeatedCompositeFieldContainer[Fact]
+    def __init__(self, facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("sequence", "context", "at_s", "step_began", "slots", "version_committed", "step_finished", "run_finished", "services_away")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"\x96\x02\n\x0f\x41\x63tivateRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12)\n\x08versions\x18\x04 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x11\n\tmax_steps\x18\x05 \x01(\r\x12\x41\n\x0bround_costs\x18\x06 \x03(\x0b\x32,.paceline.v1.ActivateRequest.RoundCostsEntry\x1a\x31\n\x0fRoundCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9e\x01\n\x10\x41\x63tivateResponse\x12+\n\tactivated\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ActivatedH\x00\x12)\n\x04gate\x18\x02 \x01(\x0b\x32\x19.paceline.v1.GateDecisionH\x00\x12)\n\x08\x64\x65tached\x18\x03 \x01(\x0b\x32\x15.paceline.v1.DetachedH\x00\x42\x07\n\x05\x65vent\"1\n\tActivated\x12\x10\n\x08\x61ttach_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\xd5\x04\n\x0cGateDecision\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x10\n\x08promoted\x18\x02 \x01(\x08\x12\x1f\n\x17\x63\x61ndidate_accept_length\x18\x03 \x01(\x01\x12\x1d\n\x15serving_accept_length\x18\x04 \x01(\x01\x12\r\n\x05noise\x18\x05 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x11\n\tpositions\x18\x07 \x01(\x04\x12\x17\n\x0foptimizer_steps\x18\x08 \x01(\x04\x12\x10\n\x08\x64\x65\x63ision\x18\t \x01(\t\x12\x0c\n\x04kind\x18\n \x01(\t\x12\x19\n\x11\x63\x61ndidate_speedup\x18\x0b \x01(\x01\x12\x17\n\x0fserving_speedup\x18\x0c \x01(\x01\x12\x15\n\rspeedup_noise\x18\r \x01(\x01\x12\x16\n\x0e\x63osts_measured\x18\x0e \x01(\x08\x12\x13\n\x0btemperature\x18\x0f \x01(\x01\x12\x10\n\x08survival\x18\x10 \x03(\x01\x12\x13\n\x0b\x63onditional\x18\x11 \x03(\x01\x12\x18\n\x10serving_survival\x18\x12 \x03(\x01\x12I\n\x11lengths_by_bucket\x18\x13 \x03(\x0b\x32..paceline.v1.GateDecision.LengthsByBucketEntry\x12+\n\x0bleaderboard\x18\x14 \x03(\x0b\x32\x16.paceline.v1.Contender\x1a\x36\n\x14LengthsByBucketEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x93\x01\n\tContender\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x15\n\raccept_length\x18\x02 \x01(\x01\x12\r\n\x05noise\x18\x03 \x01(\x01\x12\x0f\n\x07speedup\x18\x04 \x01(\x01\x12\x17\n\x0foptimizer_steps\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x10\n\x08servable\x18\x07 \x01(\x08\"\xe8\x01\n\x08\x44\x65tached\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x15\n\rmicro_batches\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x13\n\x0btotal_steps\x18\x07 \x01(\x04\x12\x33\n\x07\x64ropped\x18\x08 \x03(\x0b\x32\".paceline.v1.Detached.DroppedEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\x0ePreemptRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\">\n\x0fPreemptResponse\x12\x17\n\x0fstopped_after_s\x18\x01 \x01(\x01\x12\x12\n\nwas_active\x18\x02 \x01(\x08\"\x19\n\x17GetDrafterStatusRequest\"\x9c\x03\n\x18GetDrafterStatusResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x04\x12\x16\n\x0e\x62uffer_samples\x18\x04 \x01(\r\x12\x14\n\x0c\x62uffer_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x61\x63tive_epoch\x18\x06 \x01(\x04\x12\x16\n\x0elm_head_hashes\x18\x07 \x03(\t\x12\x11\n\trank_pids\x18\x08 \x03(\r\x12\x17\n\x0fserving_version\x18\t \x01(\x04\x12\x0e\n\x06\x66rozen\x18\n \x01(\x08\x12+\n\x0bleaderboard\x18\x0b \x03(\x0b\x32\x16.paceline.v1.Contender\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\x15\n\rpreempt_p50_s\x18\r \x01(\x01\x12\x15\n\rpreempt_p99_s\x18\x0e \x01(\x01\x12\x18\n\x10\x63heckpoint_steps\x18\x0f \x01(\x04\x12\x1a\n\x12\x63heckpoint_stall_s\x18\x10 \x01(\x01\"L\n\x1cSaveDrafterCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\"B\n\x1dSaveDrafterCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x32\xf2\x02\n\x0e\x44rafterService\x12I\n\x08\x41\x63tivate\x12\x1c.paceline.v1.ActivateRequest\x1a\x1d.paceline.v1.ActivateResponse0\x01\x12\x44\n\x07Preempt\x12\x1b.paceline.v1.PreemptRequest\x1a\x1c.paceline.v1.PreemptResponse\x12_\n\x10GetDrafterStatus\x12$.paceline.v1.GetDrafterStatusRequest\x1a%.paceline.v1.GetDrafterStatusResponse\x12n\n\x15SaveDrafterCheckpoint\x12).paceline.v1.SaveDrafterCheckpointRequest\x1a*.paceline.v1.SaveDrafterCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"\x96\x02\n\x0f\x41\x63tivateRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12)\n\x08versions\x18\x04 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x11\n\tmax_steps\x18\x05 \x01(\r\x12\x41\n\x0bround_costs\x18\x06 \x03(\x0b\x32,.paceline.v1.ActivateRequest.RoundCostsEntry\x1a\x31\n\x0fRoundCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"J\n\x0bJoinRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\"2\n\x0cJoinResponse\x12\x0e\n\x06join_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\x9e\x01\n\x10\x41\x63tivateResponse\x12+\n\tactivated\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ActivatedH\x00\x12)\n\x04gate\x18\x02 \x01(\x0b\x32\x19.paceline.v1.GateDecisionH\x00\x12)\n\x08\x64\x65tached\x18\x03 \x01(\x0b\x32\x15.paceline.v1.DetachedH\x00\x42\x07\n\x05\x65vent\"1\n\tActivated\x12\x10\n\x08\x61ttach_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\xd5\x04\n\x0cGateDecision\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x10\n\x08promoted\x18\x02 \x01(\x08\x12\x1f\n\x17\x63\x61ndidate_accept_length\x18\x03 \x01(\x01\x12\x1d\n\x15serving_accept_length\x18\x04 \x01(\x01\x12\r\n\x05noise\x18\x05 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x11\n\tpositions\x18\x07 \x01(\x04\x12\x17\n\x0foptimizer_steps\x18\x08 \x01(\x04\x12\x10\n\x08\x64\x65\x63ision\x18\t \x01(\t\x12\x0c\n\x04kind\x18\n \x01(\t\x12\x19\n\x11\x63\x61ndidate_speedup\x18\x0b \x01(\x01\x12\x17\n\x0fserving_speedup\x18\x0c \x01(\x01\x12\x15\n\rspeedup_noise\x18\r \x01(\x01\x12\x16\n\x0e\x63osts_measured\x18\x0e \x01(\x08\x12\x13\n\x0btemperature\x18\x0f \x01(\x01\x12\x10\n\x08survival\x18\x10 \x03(\x01\x12\x13\n\x0b\x63onditional\x18\x11 \x03(\x01\x12\x18\n\x10serving_survival\x18\x12 \x03(\x01\x12I\n\x11lengths_by_bucket\x18\x13 \x03(\x0b\x32..paceline.v1.GateDecision.LengthsByBucketEntry\x12+\n\x0bleaderboard\x18\x14 \x03(\x0b\x32\x16.paceline.v1.Contender\x1a\x36\n\x14LengthsByBucketEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x93\x01\n\tContender\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x15\n\raccept_length\x18\x02 \x01(\x01\x12\r\n\x05noise\x18\x03 \x01(\x01\x12\x0f\n\x07speedup\x18\x04 \x01(\x01\x12\x17\n\x0foptimizer_steps\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x10\n\x08servable\x18\x07 \x01(\x08\"\xe8\x01\n\x08\x44\x65tached\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x15\n\rmicro_batches\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x13\n\x0btotal_steps\x18\x07 \x01(\x04\x12\x33\n\x07\x64ropped\x18\x08 \x03(\x0b\x32\".paceline.v1.Detached.DroppedEntry\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\x0ePreemptRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\">\n\x0fPreemptResponse\x12\x17\n\x0fstopped_after_s\x18\x01 \x01(\x01\x12\x12\n\nwas_active\x18\x02 \x01(\x08\"\x19\n\x17GetDrafterStatusRequest\"\x9c\x03\n\x18GetDrafterStatusResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x04\x12\x16\n\x0e\x62uffer_samples\x18\x04 \x01(\r\x12\x14\n\x0c\x62uffer_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x61\x63tive_epoch\x18\x06 \x01(\x04\x12\x16\n\x0elm_head_hashes\x18\x07 \x03(\t\x12\x11\n\trank_pids\x18\x08 \x03(\r\x12\x17\n\x0fserving_version\x18\t \x01(\x04\x12\x0e\n\x06\x66rozen\x18\n \x01(\x08\x12+\n\x0bleaderboard\x18\x0b \x03(\x0b\x32\x16.paceline.v1.Contender\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\x15\n\rpreempt_p50_s\x18\r \x01(\x01\x12\x15\n\rpreempt_p99_s\x18\x0e \x01(\x01\x12\x18\n\x10\x63heckpoint_steps\x18\x0f \x01(\x04\x12\x1a\n\x12\x63heckpoint_stall_s\x18\x10 \x01(\x01\"L\n\x1cSaveDrafterCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\"B\n\x1dSaveDrafterCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x32\xaf\x03\n\x0e\x44rafterService\x12I\n\x08\x41\x63tivate\x12\x1c.paceline.v1.ActivateRequest\x1a\x1d.paceline.v1.ActivateResponse0\x01\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse\x12\x44\n\x07Preempt\x12\x1b.paceline.v1.PreemptRequest\x1a\x1c.paceline.v1.PreemptResponse\x12_\n\x10GetDrafterStatus\x12$.paceline.v1.GetDrafterStatusRequest\x1a%.paceline.v1.GetDrafterStatusResponse\x12n\n\x15SaveDrafterCheckpoint\x12).paceline.v1.SaveDrafterCheckpointRequest\x1a*.paceline.v1.SaveDrafterCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,32 +42,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACTIVATEREQUEST']._serialized_end=351
   _globals['_ACTIVATEREQUEST_ROUNDCOSTSENTRY']._serialized_start=302
   _globals['_ACTIVATEREQUEST_ROUNDCOSTSENTRY']._serialized_end=351
-  _globals['_ACTIVATERESPONSE']._serialized_start=354
-  _globals['_ACTIVATERESPONSE']._serialized_end=512
-  _globals['_ACTIVATED']._serialized_start=514
-  _globals['_ACTIVATED']._serialized_end=563
-  _globals['_GATEDECISION']._serialized_start=566
-  _globals['_GATEDECISION']._serialized_end=1163
-  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_start=1109
-  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_end=1163
-  _globals['_CONTENDER']._serialized_start=1166
-  _globals['_CONTENDER']._serialized_end=1313
-  _globals['_DETACHED']._serialized_start=1316
-  _globals['_DETACHED']._serialized_end=1548
-  _globals['_DETACHED_DROPPEDENTRY']._serialized_start=1502
-  _globals['_DETACHED_DROPPEDENTRY']._serialized_end=1548
-  _globals['_PREEMPTREQUEST']._serialized_start=1550
-  _globals['_PREEMPTREQUEST']._serialized_end=1612
-  _globals['_PREEMPTRESPONSE']._serialized_start=1614
-  _globals['_PREEMPTRESPONSE']._serialized_end=1676
-  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_start=1678
-  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_end=1703
-  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_start=1706
-  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_end=2118
-  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_start=2120
-  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_end=2196
-  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_start=2198
-  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_end=2264
-  _globals['_DRAFTERSERVICE']._serialized_start=2267
-  _globals['_DRAFTERSERVICE']._serialized_end=2637
+  _globals['_JOINREQUEST']._serialized_start=353
+  _globals['_JOINREQUEST']._serialized_end=427
+  _globals['_JOINRESPONSE']._serialized_start=429
+  _globals['_JOINRESPONSE']._serialized_end=479
+  _globals['_ACTIVATERESPONSE']._serialized_start=482
+  _globals['_ACTIVATERESPONSE']._serialized_end=640
+  _globals['_ACTIVATED']._serialized_start=642
+  _globals['_ACTIVATED']._serialized_end=691
+  _globals['_GATEDECISION']._serialized_start=694
+  _globals['_GATEDECISION']._serialized_end=1291
+  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_start=1237
+  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_end=1291
+  _globals['_CONTENDER']._serialized_start=1294
+  _globals['_CONTENDER']._serialized_end=1441
+  _globals['_DETACHED']._serialized_start=1444
+  _globals['_DETACHED']._serialized_end=1676
+  _globals['_DETACHED_DROPPEDENTRY']._serialized_start=1630
+  _globals['_DETACHED_DROPPEDENTRY']._serialized_end=1676
+  _globals['_PREEMPTREQUEST']._serialized_start=1678
+  _globals['_PREEMPTREQUEST']._serialized_end=1740
+  _globals['_PREEMPTRESPONSE']._serialized_start=1742
+  _globals['_PREEMPTRESPONSE']._serialized_end=1804
+  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_start=1806
+  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_end=1831
+  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_start=1834
+  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_end=2246
+  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_start=2248
+  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_end=2324
+  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_start=2326
+  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_end=2392
+  _globals['_DRAFTERSERVICE']._serialized_start=2395
+  _globals['_DRAFTERSERVICE']._serialized_end=2826
 # @@protoc_insertion_point(module_scope)

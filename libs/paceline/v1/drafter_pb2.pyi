@@ -30,6 +30,22 @@ class ActivateRequest(_message.Message):
     round_costs: _containers.ScalarMap[str, float]
     def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ..., round_costs: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class JoinRequest(_message.Message):
+    __slots__ = ("context", "slots")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("join_s", "world_size")
+    JOIN_S_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    join_s: float
+    world_size: int
+    def __init__(self, join_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
+
 class ActivateResponse(_message.Message):
     __slots__ = ("activated", "gate", "detached")
     ACTIVATED_FIELD_NUMBER: _ClassVar[int]

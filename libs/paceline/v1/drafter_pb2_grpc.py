@@ -40,6 +40,11 @@ class DrafterServiceStub:
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.ActivateRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_drafter__pb2.ActivateResponse.FromString,
                 _registered_method=True)
+        self.Join = channel.unary_unary(
+                '/paceline.v1.DrafterService/Join',
+                request_serializer=paceline_dot_v1_dot_drafter__pb2.JoinRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_drafter__pb2.JoinResponse.FromString,
+                _registered_method=True)
         self.Preempt = channel.unary_unary(
                 '/paceline.v1.DrafterService/Preempt',
                 request_serializer=paceline_dot_v1_dot_drafter__pb2.PreemptRequest.SerializeToString,
@@ -63,6 +68,13 @@ class DrafterServiceServicer:
 
     def Activate(self, request, context):
         """Attaches to the leased slots and trains; the stream lives as long as the activation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Join(self, request, context):
+        """Adds slots to those of a running activation: answered when it trains on them. FAILED_PRECONDITION when it is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +108,11 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Activate,
                     request_deserializer=paceline_dot_v1_dot_drafter__pb2.ActivateRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_drafter__pb2.ActivateResponse.SerializeToString,
+            ),
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=paceline_dot_v1_dot_drafter__pb2.JoinRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_drafter__pb2.JoinResponse.SerializeToString,
             ),
             'Preempt': grpc.unary_unary_rpc_method_handler(
                     servicer.Preempt,
@@ -141,6 +158,33 @@ class DrafterService:
             '/paceline.v1.DrafterService/Activate',
             paceline_dot_v1_dot_drafter__pb2.ActivateRequest.SerializeToString,
             paceline_dot_v1_dot_drafter__pb2.ActivateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.DrafterService/Join',
+            paceline_dot_v1_dot_drafter__pb2.JoinRequest.SerializeToString,
+            paceline_dot_v1_dot_drafter__pb2.JoinResponse.FromString,
             options,
             channel_credentials,
             insecure,

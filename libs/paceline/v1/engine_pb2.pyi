@@ -91,20 +91,24 @@ class WorkerEvent(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., tokens: _Optional[_Union[TokensEmitted, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., failed: _Optional[_Union[CommandFailed, _Mapping]] = ..., health: _Optional[_Union[WorkerHealth, _Mapping]] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stream", "capture", "forced_arm")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stream", "capture", "forced_arm", "response_token_ids", "probe")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FIELD_NUMBER: _ClassVar[int]
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _trajectory_pb2.SamplingParams
     stream: bool
     capture: bool
     forced_arm: str
-    def __init__(self, request_id: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., capture: _Optional[bool] = ..., forced_arm: _Optional[str] = ...) -> None: ...
+    response_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    probe: bool
+    def __init__(self, request_id: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., capture: _Optional[bool] = ..., forced_arm: _Optional[str] = ..., response_token_ids: _Optional[_Iterable[int]] = ..., probe: _Optional[bool] = ...) -> None: ...
 
 class EnqueueRequests(_message.Message):
     __slots__ = ("requests",)

@@ -40,8 +40,15 @@ class TrainStepResponse(_message.Message):
     def __init__(self, batch: _Optional[_Union[BatchReady, _Mapping]] = ..., stepped: _Optional[_Union[PolicyStepped, _Mapping]] = ..., prepared: _Optional[_Union[PolicyPrepared, _Mapping]] = ...) -> None: ...
 
 class BatchReady(_message.Message):
-    __slots__ = ("trajectories", "dropped", "tokens")
+    __slots__ = ("trajectories", "dropped", "tokens", "staleness")
     class DroppedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class StalenessEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -51,10 +58,12 @@ class BatchReady(_message.Message):
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     trajectories: int
     dropped: _containers.ScalarMap[str, int]
     tokens: int
-    def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ...) -> None: ...
+    staleness: _containers.ScalarMap[str, int]
+    def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PolicyStepped(_message.Message):
     __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash", "skipped_updates")

@@ -221,14 +221,16 @@ class RunTasksRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ..., open_groups: _Optional[int] = ...) -> None: ...
 
 class RunTasksResponse(_message.Message):
-    __slots__ = ("sample", "share", "finished")
+    __slots__ = ("sample", "share", "finished", "closed")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
     sample: SampleFinished
     share: ShareDone
     finished: TasksFinished
-    def __init__(self, sample: _Optional[_Union[SampleFinished, _Mapping]] = ..., share: _Optional[_Union[ShareDone, _Mapping]] = ..., finished: _Optional[_Union[TasksFinished, _Mapping]] = ...) -> None: ...
+    closed: ClosedGroup
+    def __init__(self, sample: _Optional[_Union[SampleFinished, _Mapping]] = ..., share: _Optional[_Union[ShareDone, _Mapping]] = ..., finished: _Optional[_Union[TasksFinished, _Mapping]] = ..., closed: _Optional[_Union[ClosedGroup, _Mapping]] = ...) -> None: ...
 
 class SampleFinished(_message.Message):
     __slots__ = ("task_id", "group_id", "sample_index", "worker_index", "reward", "prompt_tokens", "response_tokens", "finish_reason", "speculation", "smallest_gap", "tokens_hash", "session_id")
@@ -313,12 +315,16 @@ class SetArmResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReleaseWorkersRequest(_message.Message):
-    __slots__ = ("context", "workers")
+    __slots__ = ("context", "workers", "drain_s", "outlasts_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    OUTLASTS_S_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+    drain_s: float
+    outlasts_s: float
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., workers: _Optional[_Iterable[int]] = ..., drain_s: _Optional[float] = ..., outlasts_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseWorkersResponse(_message.Message):
     __slots__ = ("released_bytes",)
@@ -346,6 +352,20 @@ class ResumeWorkersResponse(_message.Message):
     workers: _containers.RepeatedScalarFieldContainer[int]
     versions: _trajectory_pb2.VersionSet
     def __init__(self, workers: _Optional[_Iterable[int]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+
+class WatchTrafficRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchTrafficResponse(_message.Message):
+    __slots__ = ("epoch", "requests", "workers")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    requests: int
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., requests: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -80,6 +80,11 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
                 _registered_method=True)
+        self.WatchTraffic = channel.unary_stream(
+                '/paceline.v1.RolloutService/WatchTraffic',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.WatchTrafficRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.WatchTrafficResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/paceline.v1.RolloutService/GetStatus',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.GetStatusRequest.SerializeToString,
@@ -154,6 +159,14 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchTraffic(self, request, context):
+        """Says when requests of callers wait because workers are lent out. Whoever leases slots listens for as long as it
+        lives: leases end by themselves when nobody has listened for the time that they may outlast their coordinator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Load, versions and statistics of every worker.
         """
@@ -208,6 +221,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ResumeWorkers,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.SerializeToString,
+            ),
+            'WatchTraffic': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchTraffic,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.WatchTrafficRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.WatchTrafficResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -459,6 +477,33 @@ class RolloutService:
             '/paceline.v1.RolloutService/ResumeWorkers',
             paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.RolloutService/WatchTraffic',
+            paceline_dot_v1_dot_rollout__pb2.WatchTrafficRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.WatchTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

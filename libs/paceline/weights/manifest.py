@@ -11,8 +11,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paceline.errors import InvalidInput, WeightsError
+from paceline.rpc import Track
 from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite
-from paceline.v1.engine_pb2 import WeightTarget
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WeightTarget
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, WeightEncoding
 
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
@@ -238,3 +239,8 @@ def _slice(
 def _encoding_name(encoding: int) -> str:
     known = encoding in WeightEncoding.values()
     return str(WeightEncoding.Name(encoding)) if known else str(encoding)
+
+
+def track_of(target: int) -> Track:
+    """Whose lease a part is pushed under."""
+    return Track.DRAFTER if target == WEIGHT_TARGET_DRAFTER else Track.LEARNER

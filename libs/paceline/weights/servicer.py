@@ -15,14 +15,19 @@ from typing import Any, Protocol, TypeVar
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
-from paceline.rpc import EpochGuard
+from paceline.rpc import EpochGuard, Track
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
-from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
+from paceline.v1.engine_pb2 import (
+    PAUSE_MODE_IN_PLACE,
+    WEIGHT_TARGET_DRAFTER,
+    WEIGHT_TARGET_POLICY,
+    PauseMode,
+)
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
-from paceline.weights.manifest import check_manifest, chunk_count, target_name
+from paceline.weights.manifest import check_manifest, chunk_count, target_name, track_of
 from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
@@ -91,8 +96,8 @@ class WeightServicer(WeightServiceServicer):
 
     async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
         """Answers the chunks still wanted; allocates the buffer of a new version."""
-        self._guard.check(request.context)
         manifest = request.manifest
+        self._guard.check(request.context, track_of(manifest.target))
         check_manifest(manifest, max_bytes=self._max_bytes)
         if manifest.target not in self._targets:
             allowed = ", ".join(target_name(target) for target in self._targets)
@@ -166,7 +171,7 @@ class WeightServicer(WeightServiceServicer):
                         seen="absent",
                         allowed="present",
                     )
-                self._guard.check(chunk.context)
+                self._guard.check(chunk.context, track_of(chunk.target))
                 part = (chunk.target, chunk.version)
                 assembly = self._receiving.get(part)
             elif part != (chunk.target, chunk.version):
@@ -186,9 +191,14 @@ class WeightServicer(WeightServiceServicer):
         """Serves a set: workers first, then versions.json; the serving set again is answered
         without effect.
         """
-        self._guard.check(request.context)
+        self._guard.check(request.context, Track.LEARNER)
         versions = versions_from_proto(request.versions)
-        await self._whole(self._commit(versions, request.mode or PAUSE_MODE_IN_PLACE))
+        mode = request.mode or PAUSE_MODE_IN_PLACE
+        if mode not in PauseMode.values():
+            raise InvalidInput(
+                "there is no such pause mode", seen=int(mode), allowed=PauseMode.keys()[1:]
+            )
+        await self._whole(self._commit(versions, mode))
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def _commit(self, versions: VersionSet, mode: int) -> None:
@@ -207,7 +217,7 @@ class WeightServicer(WeightServiceServicer):
 
         WeightsError when it is being served.
         """
-        self._guard.check(request.context)
+        self._guard.check(request.context, track_of(request.target))
         target_name(request.target)
         await self._whole(self._abort((request.target, request.version)))
         return pb.AbortResponse()

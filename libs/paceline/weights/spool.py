@@ -3,10 +3,10 @@ directory; single writer.
 
 Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them
 where the manifest's metadata has one, and `<dir>/versions.json` (the last sets committed, newest
-last, and their sha256). What lies on disk is read against its hashes (integrity.py) before anybody
-loads it. Every write goes to a temporary name, is synced and renamed, so that a kill at any point
-leaves either the old state or the new one. The epochs.json beside them is the receiver's
-(paceline.rpc.epochs).
+last, the drafter that served before the newest one's, and their sha256). What lies on disk is read
+against its hashes (integrity.py) before anybody loads it. Every write goes to a temporary name, is
+synced and renamed, so that a kill at any point leaves either the old state or the new one. The
+epochs.json beside them is the receiver's (paceline.rpc.epochs).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ Part = tuple[int, int]
 
 
 class Spool:
-    """The last `keep` committed sets and what is prepared for the next.
+    """The last `keep` committed sets, the drafter that served before the newest one's, and what is
+    prepared for the next.
 
     `initial` names the directories of versions 0, which are never written here.
     """
@@ -74,6 +75,7 @@ class Spool:
         self._damaged: set[Part] = set()  # as the last check of each has it
         self.unknown = ""
         """What is wrong with versions.json; while it is, no version goes."""
+        self._former_drafter: int | None = None
         self._sets = self._read_sets()
         self._prepared = {part for part in self.spooled() if not self._committed(part)}
 
@@ -126,7 +128,7 @@ class Spool:
         try:
             if path.is_dir():
                 check_spooled(path)
-            elif version and self._named((target, version), self._sets):
+            elif version and self._kept((target, version)):
                 raise DataLoss(f"{path} is gone", seen="no directory")
         except DataLoss as error:
             self._damaged.add((target, version))
@@ -204,13 +206,17 @@ class Spool:
             )
 
         sets = [*self._sets, versions][-self._keep :]
+        changes = serving is not None and serving.drafter != versions.drafter
+        former = serving.drafter if serving and changes else self._former_drafter
         temporary = self._directory / f"{_TEMPORARY}versions.json"
         listed = [*map(to_object, sets)]
-        described = {"sets": listed, "sha256": _hash_of_sets(listed)}
+        described: dict[str, Any] = {"sets": listed, "sha256": _hash_of_sets(listed, former)}
+        if former is not None:
+            described["former_drafter"] = former
         _write_synced(temporary, json.dumps(described).encode())
         temporary.rename(self._directory / "versions.json")
         _sync_directory(self._directory)
-        self._sets, self.unknown = sets, ""
+        self._sets, self._former_drafter, self.unknown = sets, former, ""
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
         self._prepared = {
             (target, version) for target, version in self._prepared if version > committed[target]
@@ -250,7 +256,10 @@ class Spool:
         shutil.rmtree(gone)
 
     def _committed(self, part: Part) -> bool:
-        return bool(self.unknown) or self._named(part, self._sets)
+        return bool(self.unknown) or self._kept(part)
+
+    def _kept(self, part: Part) -> bool:
+        return part == (_DRAFTER, self._former_drafter) or self._named(part, self._sets)
 
     @staticmethod
     def _named(part: Part, sets: list[VersionSet]) -> bool:
@@ -276,10 +285,12 @@ class Spool:
             return []
         try:
             described = json.loads(path.read_text())
-            sets = described["sets"]
-            if described["sha256"] != _hash_of_sets(sets):
+            sets, former = described["sets"], described.get("former_drafter")
+            if described["sha256"] != _hash_of_sets(sets, former):
                 raise ValueError("the sets are not those that were written")
-            return [from_object(VersionSet, one) for one in sets][-self._keep :]
+            found = [from_object(VersionSet, one) for one in sets][-self._keep :]
+            self._former_drafter = former
+            return found
         except (ValueError, KeyError, TypeError, RecursionError, DataLoss) as error:
             self.unknown = f"{path} is damaged: {str(error)[:120]}"
             VERSIONS_DAMAGED.record(target="sets")
@@ -292,8 +303,9 @@ def part_version(versions: VersionSet, target: int) -> int:
     return versions.drafter if target == _DRAFTER else versions.policy
 
 
-def _hash_of_sets(sets: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(sets).encode()).hexdigest()
+def _hash_of_sets(sets: list[Any], former_drafter: int | None) -> str:
+    hashed = sets if former_drafter is None else [sets, former_drafter]
+    return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
 
 def _write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:

@@ -4,6 +4,7 @@ how a failure becomes an event.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Absence:
 
     since_s: float
     pause_s: float = _FIRST_PAUSE_S
+    why: str = ""  # what it failed of last
 
 
 def no_event(error: PacelineError) -> Event | None:
@@ -54,14 +56,22 @@ class Calls:
     emit: Callable[[Event], None]
     now: Callable[[], float]
     state: Callable[[], State]
-    samples: tuple[int, FinishedSamples] | None = None  # of the newest step
+    samples: dict[int, FinishedSamples] = field(default_factory=dict)  # of steps rolled out
     round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
     absent: dict[Service, Absence] = field(default_factory=dict)
+    handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while slots change hands: the gateway hears of their leases in the order of epochs."""
 
     def context(self, command: StepCommand) -> CommandContext:
         """What every request carries."""
         config = self.config
         return leased(config.security, config.run.id, command.step, command.epoch)
+
+    def learner_context(self) -> CommandContext:
+        """What a repetition carries of what the learner track has done last."""
+        config, learner = self.config, self.state().learner
+        step = max(0, learner.step - 1)
+        return leased(config.security, config.run.id, step, learner.epoch)
 
     @contextmanager
     def reported(
@@ -100,11 +110,17 @@ class Calls:
         self, error: PacelineError, service: Service, what: str, epoch: int, deadline_s: float
     ) -> Event:
         if isinstance(error, Unavailable | ResourceExhausted):
-            self.absent.setdefault(service, Absence(self.now()))
+            self.absent.setdefault(service, Absence(self.now())).why = f": {error}"
             return ServiceLost(self.now(), service, str(error))
         if isinstance(error, DeadlineExceeded):
             return Deadline(self.now(), epoch, what, deadline_s)
         return CallFailed(self.now(), service, what, str(error))
+
+
+async def accepted(call: Any) -> None:
+    """Returns when the peer has taken a streaming call up; raises why it has not."""
+    with rpc_errors():
+        await call.wait_for_connection()
 
 
 async def answers(call: Any, last: str) -> AsyncGenerator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.calls.base import RANK_LOST, Calls, answers
 from coordinator.calls.figures import message_figures
-from coordinator.calls.slots import release
+from coordinator.calls.slots import give_back, release
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Holder, Service
@@ -29,10 +29,15 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
 
     deadline_s = command.deadline_s
     await release(
-        calls, command, Holder.DRAFTER, "activation", deadline_s=deadline_s, event_of=kept
+        calls,
+        command,
+        command.slots,
+        Holder.DRAFTER,
+        "activation",
+        deadline_s=deadline_s,
+        event_of=kept,
     )
-    lease = calls.state().lease
-    if lease is None or lease.epoch != command.epoch or lease.preempting:
+    if not _live(calls, command.epoch):
         return  # it ended while the engine was still leaving
     request = drafter_pb2.ActivateRequest(
         context=calls.context(command),
@@ -57,8 +62,42 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
                 calls.emit(_event(calls.now(), command.epoch, name, answer))
 
 
+async def join(calls: Calls, command: commands.JoinDrafter) -> None:
+    """Emits WorkersReleased and DrafterJoined; JoinFailed, or Deadline after the command's seconds,
+    when the trainer may not train on all slots of its lease.
+    """
+
+    def failed(error: PacelineError) -> Event | None:
+        if _away(error):
+            return None
+        return events.JoinFailed(calls.now(), command.epoch, str(error))
+
+    slots, deadline_s = command.joining, command.deadline_s
+    await release(
+        calls, command, slots, Holder.DRAFTER, "join", deadline_s=deadline_s, event_of=failed
+    )
+    if not _live(calls, command.epoch):
+        return
+    request = drafter_pb2.JoinRequest(context=calls.context(command), slots=command.slots)
+    with calls.reported(
+        Service.DRAFTER_TRAINER, "join", command, deadline_s=deadline_s, event_of=failed
+    ):
+        with rpc_errors():
+            answer = await calls.peers.drafter.Join(request, timeout=deadline_s)
+        figures = message_figures(answer)
+        calls.emit(events.DrafterJoined(calls.now(), command.epoch, len(command.slots), figures))
+
+
+def _live(calls: Calls, epoch: int) -> bool:
+    lease = calls.state().lease
+    return lease is not None and lease.epoch == epoch and not lease.preempting
+
+
 async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
-    """Emits Preempted; Deadline after the command's seconds: then the trainer kills its ranks."""
+    """Emits Preempted; Deadline after the command's seconds: then the trainer kills its ranks.
+
+    While rollouts go on the engine gets the slots, for callers that may wait.
+    """
     with calls.reported(
         Service.DRAFTER_TRAINER,
         "preempt",
@@ -70,18 +109,24 @@ async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
         with rpc_errors():
             answer = await calls.peers.drafter.Preempt(request, timeout=command.deadline_s)
         calls.emit(events.Preempted(calls.now(), command.epoch, message_figures(answer)))
+    await give_back(calls, command.step, command.epoch)
 
 
 def _trainer_failed(calls: Calls, epoch: int) -> Callable[[PacelineError], Event | None]:
     """Whatever ails the drafter, the run goes on without it; only its service is waited for."""
 
     def event_of(error: PacelineError) -> Event | None:
-        away = isinstance(error, Unavailable) and error.reason != RANK_LOST
-        if away or isinstance(error, DeadlineExceeded):
+        if _away(error):
             return None
         return events.TrainerFailed(calls.now(), epoch, Service.DRAFTER_TRAINER, str(error))
 
     return event_of
+
+
+def _away(error: PacelineError) -> bool:
+    """Whether nobody has answered, rather than refused."""
+    away = isinstance(error, Unavailable) and error.reason != RANK_LOST
+    return away or isinstance(error, DeadlineExceeded)
 
 
 def _event(at_s: float, epoch: int, name: str, answer: Any) -> Event:

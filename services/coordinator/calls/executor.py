@@ -18,6 +18,7 @@ from coordinator.calls import (
     gateway,
     policy_trainer,
     recovery,
+    slots,
     weights,
 )
 from coordinator.calls.base import Calls, Reported
@@ -27,13 +28,16 @@ from paceline.telemetry import get_logger
 
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
     commands.RunTasks: gateway.run_tasks,
+    commands.ResumeRollouts: gateway.resume_rollouts,
     commands.Evaluate: gateway.evaluate,
     commands.ActivateDrafter: drafter_trainer.activate,
+    commands.JoinDrafter: drafter_trainer.join,
     commands.PreemptDrafter: drafter_trainer.preempt,
     commands.TrainPolicy: policy_trainer.train,
     commands.Commit: weights.commit,
     commands.AbortDrafter: weights.abort_drafter,
     commands.SaveCheckpoints: checkpoints.save,
+    commands.HandBack: slots.hand_back,
     commands.AwaitService: recovery.await_service,
 }
 """The commands that are calls; the others are the runner's."""
@@ -56,12 +60,19 @@ class Executor:
         kind = type(command).__name__
         if isinstance(command, commands.AwaitService):
             kind += f" {command.service}"  # several services may be waited for
+        if isinstance(command, commands.RunTasks):
+            kind += f" of step {command.step}"  # several steps may be rolled out
         if (older := self._running.get(kind)) is not None:
             older.cancel()
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._carry_out(command), name=kind, context=context)
         self._running[kind] = task
         task.add_done_callback(self._ended)
+
+    async def ended(self, kind: type[Command], deadline_s: float) -> None:
+        """Returns when no call for such commands runs any more, or after the deadline."""
+        if (task := self._running.get(kind.__name__)) is not None:
+            await asyncio.wait({task}, timeout=deadline_s)
 
     async def close(self) -> None:
         """Cancels every call and waits until they are gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.calls.base import WORKER_LOST, Calls, answers
+from coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
 from coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
@@ -11,11 +11,11 @@ from coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
-from coordinator.calls.slots import resume
+from coordinator.calls.slots import RESUME_DEADLINE_S, resume
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Evaluation, Service
+from coordinator.machine.state import Evaluation, Schedule, Service
 from paceline.errors import (
     FailedPrecondition,
     InvalidInput,
@@ -47,7 +47,9 @@ async def run_started(calls: Calls) -> events.RunStarted:
 
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
-    """Emits ShareDone for each worker, then TasksFinished; WorkerLost when a worker died."""
+    """Emits ShareDone for each worker, then TasksFinished; WorkerLost when a worker died. In the
+    schedule fully_async also GroupClosed for each group.
+    """
 
     def worker_lost(error: PacelineError) -> Event | None:
         if error.reason != WORKER_LOST:
@@ -57,26 +59,39 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
 
     deadline_s = calls.config.step_deadline_s
     request = calls.source.step_request(command.step, command.epoch)
-    if calls.samples is None or calls.samples[0] != command.step:
-        calls.samples = (command.step, FinishedSamples(request))
-    samples = calls.samples[1]
+    places = {task.group_id: task.task_index for task in request.tasks}
+    samples = calls.samples.setdefault(command.step, FinishedSamples(request))
     with calls.reported(
         Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
-        await mend(calls, command)
-        await resume(calls, command)
-        call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
+        async with calls.handing_over:
+            await mend(calls, command)
+            await resume(calls, command)
+            call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
+            await accepted(call)
         async for name, answer in answers(call, last="finished"):
             match name:
                 case "sample":
                     samples.add(answer)
+                case "closed" if calls.state().settings.schedule is Schedule.FULLY_ASYNC:
+                    group, scored = answer.group_id, answer.scored_sessions
+                    place, epoch = places[group], command.epoch
+                    calls.emit(events.GroupClosed(calls.now(), epoch, place, group, scored))
                 case "share":
                     done = events.ShareDone(calls.now(), command.epoch, answer.worker_index)
                     calls.emit(done)
                 case "finished":
                     figures = rollout_figures(samples.ordered, answer)
+                    calls.samples.pop(command.step, None)
                     calls.round_costs = round_costs(answer.arms)
                     calls.emit(events.TasksFinished(calls.now(), command.epoch, figures))
+
+
+async def resume_rollouts(calls: Calls, command: commands.ResumeRollouts) -> None:
+    """Emits a failure alone."""
+    with calls.reported(Service.GATEWAY, "resume", command, deadline_s=RESUME_DEADLINE_S):
+        async with calls.handing_over:
+            await resume(calls, command)
 
 
 async def evaluate(calls: Calls, command: commands.Evaluate) -> None:

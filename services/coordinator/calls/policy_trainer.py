@@ -9,7 +9,6 @@ from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Holder, Service
 from paceline.errors import PacelineError
-from paceline.rpc import leased
 from paceline.v1 import policy_pb2
 
 
@@ -25,7 +24,7 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
         return events.TrainerFailed(calls.now(), command.epoch, Service.POLICY_TRAINER, str(error))
 
     deadline_s = calls.config.step_deadline_s
-    await release(calls, command, Holder.POLICY, "policy", deadline_s=deadline_s)
+    await release(calls, command, command.slots, Holder.POLICY, "policy", deadline_s=deadline_s)
     request = _request(calls, command)
     batch: dict[str, Figure] = {}
     with calls.reported(
@@ -48,9 +47,9 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
 
 async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
     """Has the policy that serves pushed again: a step that is trained already is only pushed."""
-    config, deadline_s = calls.config, calls.config.step_deadline_s
+    deadline_s = calls.config.step_deadline_s
     request = policy_pb2.TrainStepRequest(
-        context=leased(config.security, config.run.id, command.step - 1, command.epoch),
+        context=calls.learner_context(),
         policy_version=command.versions.policy - 1,
     )
     with calls.reported(Service.POLICY_TRAINER, "push", command, deadline_s=deadline_s):
@@ -60,7 +59,7 @@ async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluat
 
 
 def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:
-    closed = calls.groups.of(command.step)
+    closed = calls.groups.of(command.batch)
     return policy_pb2.TrainStepRequest(
         context=calls.context(command),
         policy_version=command.policy_version,
@@ -77,4 +76,5 @@ def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, Figure]:
         "trajectories": batch.trajectories,
         "batch_tokens": batch.tokens,
         "groups_dropped": sum(batch.dropped.values()),
+        "staleness": dict(sorted(batch.staleness.items(), key=lambda lag: int(lag[0]))),
     }

@@ -36,7 +36,7 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
     service, limit_s = command.service, calls.config.service_recovery_s
     left_s = absence.since_s + limit_s - calls.now()
     if left_s <= 0:
-        raise Unavailable(f"{service} kept failing", seen=f"{limit_s:g} s")
+        raise Unavailable(f"{service} kept failing{absence.why}", seen=f"{limit_s:g} s")
     # Healthy is not yet able: a peer whose own peers are away answers, and fails at once.
     await asyncio.sleep(min(absence.pause_s, left_s))
     absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from coordinator.calls.base import Calls, no_event
 from coordinator.machine import commands, events
 from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import Event
-from coordinator.machine.state import Holder, Service
-from paceline.errors import PacelineError
-from paceline.rpc import rpc_errors
+from coordinator.machine.state import Holder, Phase, Schedule, Service
+from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.rpc import leased, rpc_errors
+from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
+from paceline.v1.drafter_pb2 import PreemptRequest
+from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
-_RESUME_DEADLINE_S = 300.0
+RESUME_DEADLINE_S = 300.0
 """Weights may have to be read again."""
+_LEAVE_DEADLINE_S = 60.0
+"""For the policy trainer's step, beyond the time that it has had."""
 
 
 async def release(
     calls: Calls,
-    command: commands.ActivateDrafter | commands.TrainPolicy,
+    command: commands.ActivateDrafter | commands.JoinDrafter | commands.TrainPolicy,
+    slots: Iterable[int],
     holder: Holder,
     what: str,
     *,
     deadline_s: float,
     event_of: Callable[[PacelineError], Event | None] = no_event,
 ) -> None:
-    """Has the workers on the command's slots give their memory back, before `holder` gets the
-    slots; emits WorkersReleased.
+    """Has the workers on these slots give their memory back, before `holder` gets the slots; emits
+    WorkersReleased.
     """
-    workers = sorted({slot // calls.config.slots_per_worker for slot in command.slots})
-    request = rollout_pb2.ReleaseWorkersRequest(context=calls.context(command), workers=workers)
+    settings = calls.state().settings
+    of_engine = [slot for slot in slots if slot < settings.engine_slots]
+    if not of_engine:
+        return  # the policy has slots of its own
+    workers = sorted({slot // settings.slots_per_worker for slot in of_engine})
+    # A drafter leaves when its caller is gone; a policy step goes on for as long as it may take.
+    outlasts_s = deadline_s if holder is Holder.POLICY else 0.0
+    request = rollout_pb2.ReleaseWorkersRequest(
+        context=calls.context(command), workers=workers, outlasts_s=outlasts_s
+    )
+    if holder is Holder.POLICY and settings.schedule is not Schedule.SYNC:
+        request.drain_s = 0.0  # rollouts run as ever: they go on from their tokens afterwards
     asked_s = calls.now()
     with (
         calls.reported(Service.GATEWAY, what, command, deadline_s=deadline_s, event_of=event_of),
         rpc_errors(),
     ):
-        answer = await calls.peers.rollout.ReleaseWorkers(request, timeout=deadline_s)
+        async with asyncio.timeout(deadline_s), calls.handing_over:
+            answer = await calls.peers.rollout.ReleaseWorkers(request, timeout=deadline_s)
     at_s, freed = calls.now(), answer.released_bytes
     figures = {"workers": tuple(workers), "bytes": sum(freed.values()), "release_s": at_s - asked_s}
     calls.emit(events.WorkersReleased(at_s, command.epoch, holder, figures))
@@ -46,4 +65,39 @@ async def resume(calls: Calls, command: StepCommand) -> None:
     """Gives the engine all its slots back: its workers serve what the gateway serves."""
     request = rollout_pb2.ResumeWorkersRequest(context=calls.context(command))
     with rpc_errors():
-        await calls.peers.rollout.ResumeWorkers(request, timeout=_RESUME_DEADLINE_S)
+        await calls.peers.rollout.ResumeWorkers(request, timeout=RESUME_DEADLINE_S)
+
+
+async def give_back(calls: Calls, step: int, epoch: int) -> None:
+    """Has lent workers serve again that no lease needs in these rollouts.
+
+    Under the epoch of the lease that has ended: the gateway refuses it once there is another one.
+    """
+    if Phase.ROLLOUT not in calls.state().phases:
+        return
+    try:
+        await resume(calls, StepCommand(step, epoch))
+    except PacelineError as error:
+        get_logger("coordinator").info("workers stay lent out for now", error=str(error))
+
+
+async def hand_back(calls: Calls, command: commands.HandBack) -> None:
+    """Has the trainers leave the slots of a run that has failed, then the engine take them.
+
+    A trainer that does not answer keeps the workers lent only if it may still compute there.
+    """
+    config, peers, log = calls.config, calls.peers, get_logger("coordinator")
+    try:
+        if command.drafter_epoch:
+            lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
+            with suppress(Unavailable, DeadlineExceeded), rpc_errors():  # then it kills its ranks
+                await peers.drafter.Preempt(
+                    PreemptRequest(context=lease), timeout=config.preempt_deadline_s
+                )
+        if command.policy:
+            save = SavePolicyCheckpointRequest(context=calls.context(command))
+            with suppress(Unavailable), rpc_errors():  # answered after the step that runs
+                await peers.policy.SavePolicyCheckpoint(save, timeout=_LEAVE_DEADLINE_S)
+        await resume(calls, command)
+    except PacelineError as error:
+        log.error("workers stay lent out until the run is resumed", error=str(error))

@@ -10,12 +10,16 @@ from coordinator.calls.base import Calls
 from coordinator.calls.policy_trainer import push_again
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event
-from coordinator.machine.state import Service
+from coordinator.machine.state import Schedule, Service
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
 from paceline.telemetry import get_logger
-from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
+from paceline.v1.engine_pb2 import (
+    WEIGHT_TARGET_DRAFTER,
+    WEIGHT_TARGET_POLICY,
+    PauseMode,
+)
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import abort_version, commit_versions
@@ -33,14 +37,17 @@ async def versions_at_gateway(calls: Calls, deadline_s: float) -> GetVersionsRes
 
 
 async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
-    """Makes the gateway serve the command's set, and no other, also after its files were damaged.
+    """Makes the gateway serve the command's set, or a newer one that was committed meanwhile, also
+    after its files were damaged.
 
     The trainer pushes the policy again. A drafter is left out by the workers, and the one before it
     serves with the next commit.
     """
     versions = command.versions
     found = await versions_at_gateway(calls, calls.config.step_deadline_s)
-    unknown = versions_from_proto(found.versions) != versions
+    served, state = versions_from_proto(found.versions), calls.state()
+    overlaps = state.settings.schedule is Schedule.FULLY_ASYNC
+    unknown = served != versions and not (overlaps and served.seq > versions.seq)
     if WEIGHT_TARGET_DRAFTER in found.damaged:
         damaged: dict[str, events.Figure] = {"reason": "damaged in the spool"}
         calls.emit(events.AcceptanceFell(calls.now(), versions.drafter, damaged))
@@ -50,7 +57,7 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
     if unknown:
         get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
         await commit_versions(
-            calls.peers.channels[Service.GATEWAY], calls.context(command), versions
+            calls.peers.channels[Service.GATEWAY], calls.learner_context(), versions
         )
 
 
@@ -62,13 +69,17 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     def commit_failed(error: PacelineError) -> Event | None:
         if not isinstance(error, DataLoss | FailedPrecondition | NotFound):
             return None
+        refused, log = command.versions, get_logger("coordinator")
+        log.warning("set_refused", seq=refused.seq, drafter=refused.drafter, error=str(error))
         return events.CommitFailed(calls.now(), command.versions, f"{Service.GATEWAY}: {error}")
 
     context = calls.context(command)
     with calls.reported(
         Service.GATEWAY, "commit", command, deadline_s=COMMAND_DEADLINE_S, event_of=commit_failed
     ):
-        await commit_versions(calls.peers.channels[Service.GATEWAY], context, command.versions)
+        mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().settings.commit_mode.upper()}")
+        gateway = calls.peers.channels[Service.GATEWAY]
+        await commit_versions(gateway, context, command.versions, mode)
 
     calls.emit(events.Committed(calls.now(), command.versions))
     if not calls.config.drafter_enabled:

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from coordinator.machine.events import Event
-from coordinator.machine.state import Holder, Phase, Slot, State, WorkerState
+from coordinator.machine.state import Holder, Slot, State, WorkerState
 from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
@@ -27,7 +27,7 @@ class EntryBody:
     """What stands in an entry beside its event."""
 
     step: int  # before the event
-    phase: Phase  # after it
+    phase: str  # State.doing after it
     slots: tuple[SlotRange, ...] = ()  # those that changed
 
 
@@ -48,7 +48,7 @@ class JournalEntry:
             "event": type(self.event).__name__,
             "data": data,
             "step": self.body.step,
-            "phase": self.body.phase.value,
+            "phase": self.body.phase,
             "slots": [
                 [first, count, holder.value, epoch]
                 for first, count, holder, epoch in self.body.slots
@@ -82,7 +82,7 @@ def entry_of(
 
     `changed`: the transition's `changed_slots`.
     """
-    body = EntryBody(before.step, after.phase, changed)
+    body = EntryBody(before.step, after.doing, changed)
     return JournalEntry(event, body, record if after.step > before.step else None)
 
 
@@ -93,11 +93,10 @@ def changed_slots(before: State, after: State) -> tuple[SlotRange, ...]:
 
 def slot_ranges(state: State, slots: Iterable[int]) -> Iterator[SlotRange]:
     """Ascending slots as ranges, each of one worker state."""
-    per_worker = state.settings.slots_per_worker
     first = count = 0
-    status: tuple[Slot, WorkerState] | None = None
+    status: tuple[Slot, WorkerState | None] | None = None
     for i in slots:
-        now = state.slots[i], state.workers[i // per_worker]
+        now = state.slots[i], state.worker_on(i)
         if now == status and i == first + count:
             count += 1
             continue

@@ -8,7 +8,7 @@ from coordinator.journal.entry import SlotRange, slot_ranges
 from coordinator.machine import events
 from coordinator.machine.commands import Command, FinishRun
 from coordinator.machine.events import Event
-from coordinator.machine.state import Phase, State
+from coordinator.machine.state import State
 from paceline.messages import versions_to_proto
 from paceline.v1 import coordinator_pb2 as pb
 
@@ -20,7 +20,6 @@ def fact_of(
     after: State,
     issued: Sequence[Command],
     changed: Sequence[SlotRange],
-    *,
     record: pb.StepRecord | None,
     samples: int,
 ) -> pb.Fact | None:
@@ -30,7 +29,9 @@ def fact_of(
     does.
     """
     fact = pb.Fact(slots=_ranges(after, changed))
-    if isinstance(event, events.StepBegan) and before.phase is Phase.READY:
+    step = before.step
+    if isinstance(event, events.StepBegan) and after.rollouts.step > before.rollouts.step:
+        step = event.step
         fact.step_began.samples = samples
         fact.step_began.SetInParent()
     if after.versions != before.versions:
@@ -47,7 +48,7 @@ def fact_of(
     if not fact.ByteSize():
         return None
     context = fact.context
-    context.run_id, context.step, context.epoch = run_id, before.step, after.epoch
+    context.run_id, context.step, context.epoch = run_id, step, after.epoch
     fact.at_s = event.at_s
     return fact
 
@@ -58,14 +59,13 @@ def all_slots(state: State) -> list[pb.SlotRange]:
 
 
 def _ranges(state: State, ranges: Iterable[SlotRange]) -> list[pb.SlotRange]:
-    per_worker = state.settings.slots_per_worker
     return [
         pb.SlotRange(
             first=first,
             count=count,
             holder=f"HOLDER_{holder.upper()}",
             epoch=epoch,
-            worker_state=f"WORKER_STATE_{state.workers[first // per_worker].upper()}",
+            worker_state=f"WORKER_STATE_{(state.worker_on(first) or 'UNSPECIFIED').upper()}",
         )
         for first, count, holder, epoch in ranges
     ]

@@ -1,12 +1,13 @@
 """Keeps a run's journal in the durable Redis: every event, before its commands are carried out.
 
 Entries are numbered 1, 2, 3, ... and the number is the stream id, so that of two coordinators of
-one run only one can append. paceline.report reads them afterwards.
+one run only one can append. A snapshot packs those behind it away, into the archive: a replay does
+without them, paceline.report reads them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -14,18 +15,27 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from coordinator.journal.entry import JournalEntry
-from coordinator.journal.records import StepRecords
 from coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
-from coordinator.machine.state import State
 from paceline.errors import DataLoss, FailedPrecondition
-from paceline.streams import run_key
+from paceline.streams import run_key, scripts
 from paceline.streams.connection import redis_errors
 from paceline.streams.journal_line import pack_entry, unpack_entry
+from paceline.streams.journal_pages import (
+    ARCHIVE,
+    ENTRY,
+    JOURNAL,
+    entry_number,
+    journal_lines,
+    journal_page,
+    packed,
+)
 from paceline.v1.coordinator_pb2 import StepRecord
 
-NAME = "journal"
-_FIELD = b"entry"
+TOGETHER = 256
+"""Entries of one append at most: some 50 KB, for which Redis answers nobody else."""
 _PAGE = 500
+_NOT_NEXT = "equal or smaller"
+"""In the words of Redis for an id of a stream that is taken."""
 
 
 class Journal:
@@ -33,9 +43,13 @@ class Journal:
 
     def __init__(self, client: Redis, run_id: str) -> None:
         self._client = client
-        self._key = run_key(run_id, NAME)
+        self._run_id = run_id
+        self._append = client.register_script(scripts.JOURNAL)
+        self._save = client.register_script(scripts.SNAPSHOT)
+        self._key, self._archive = run_key(run_id, JOURNAL), run_key(run_id, ARCHIVE)
         self._snapshot, self._steps = f"{self._key}:snapshot", f"{self._key}:steps"
-        self._count = 0
+        self.count = 0
+        """Entries that are read or written."""
         self._saved = 0  # entries that the newest snapshot stands for
         self._kept = 0  # records of finished steps that were written with it
 
@@ -43,7 +57,7 @@ class Journal:
         """The newest snapshot and the records of the steps that were finished by then; None where
         there is none. `entries` goes on behind it.
 
-        Raises DataLoss when it does not decode or stands for more than the journal has: then a
+        Raises DataLoss when it does not decode or stands for more than the archive has: then a
         replay of all entries leads to the same.
         """
         with redis_errors(self._client, "reading the snapshot"):
@@ -51,44 +65,49 @@ class Journal:
         if line is None:
             return None
         snapshot = unpack_snapshot(line)
-        last = f"{snapshot.entries}-0"
-        if not await self._range(last, last):
-            raise DataLoss("the journal ends before its snapshot", seen=last)
+        if not await self._archived(snapshot.entries):
+            raise DataLoss("the archive ends before the snapshot", seen=snapshot.entries)
         records = [
             one
             for first in range(0, snapshot.state.step, _PAGE)
             for one in await self._records(range(first, min(first + _PAGE, snapshot.state.step)))
         ]
-        self._count = self._saved = snapshot.entries
+        self.count = self._saved = snapshot.entries
         self._kept = len(records)
         return snapshot, records
 
     @property
     def since_snapshot(self) -> int:
         """Entries behind the newest snapshot."""
-        return self._count - self._saved
+        return self.count - self._saved
 
-    async def save(
-        self,
-        state: State,
-        records: StepRecords,
-        traceparent: str,
-        at_s: float,
-        watched: tuple[int, float] | None,
-    ) -> None:
-        """Write a snapshot of what the entries so far have led to; call it when one closed a
-        step.
+    async def save(self, snapshot: Snapshot, finished: Sequence[StepRecord]) -> None:
+        """Write a snapshot and the records of the steps that were finished by then, and archive the
+        entries that it stands for; all or nothing. Raises as `append`.
+
+        Entries behind it may have amended the last record already.
         """
-        snapshot = Snapshot(self._count, at_s, traceparent, state, records.carried(), watched)
-        # The last one may have been evaluated since.
-        first = max(0, self._kept - 1)
-        written: Any = {one.step: one.SerializeToString() for one in records.finished[first:]}
+        lines: list[bytes] = []
+        after, last = 0, snapshot.entries
+        while page := await journal_page(self._client, self._run_id, after, last):
+            lines += [fields[ENTRY] for _, fields in page]
+            after = entry_number(page[-1][0])
+        # The last one of before may have been evaluated since, and others' last rollouts ended.
+        first = max(0, self._kept - 1 - snapshot.state.settings.max_policy_lag)
+        end = snapshot.state.step
+        args: list[Any] = [last, packed(lines), pack_snapshot(snapshot)]
+        for one in finished[first:end]:
+            args += [one.step, one.SerializeToString()]
         with redis_errors(self._client, "writing the snapshot"):
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.hset(self._steps, mapping=written)
-                pipe.set(self._snapshot, pack_snapshot(snapshot))
-                await pipe.execute()
-        self._saved, self._kept = self._count, len(records.finished)
+            try:
+                keys = [self._key, self._archive, self._snapshot, self._steps]
+                await self._save(keys=keys, args=args)
+            except ResponseError as error:
+                if _NOT_NEXT not in str(error):
+                    raise
+                if not await self._archived(last):  # else its answer was lost
+                    raise self._taken(error) from error
+        self._saved, self._kept = last, end
 
     async def entries(self) -> AsyncIterator[JournalEntry]:
         """Entries to the last, in pages: from the first on, or behind the snapshot that `newest`
@@ -96,45 +115,45 @@ class Journal:
 
         Raises DataLoss when one is missing or does not decode.
         """
-        while page := await self._range(f"({self._count}-0", "+"):
-            for entry_id, fields in page:
-                if _number(entry_id) != self._count + 1:
-                    raise DataLoss(
-                        "the journal has a gap", seen=entry_id, allowed=f"{self._count + 1}-0"
-                    )
-                self._count += 1
-                try:
-                    entry = JournalEntry.from_json(unpack_entry(fields[_FIELD]))
-                except (KeyError, ValueError, RecursionError) as error:
-                    raise DataLoss(
-                        f"journal entry {self._count} does not decode: {error}"
-                    ) from error
-                yield entry
+        async for line in journal_lines(self._client, self._run_id, self.count):
+            self.count += 1
+            try:
+                entry = JournalEntry.from_json(unpack_entry(line))
+            except (ValueError, RecursionError) as error:
+                raise DataLoss(f"journal entry {self.count} does not decode: {error}") from error
+            yield entry
 
-    async def append(self, entry: JournalEntry) -> None:
-        """Durable when this returns.
+    async def append(self, *entries: JournalEntry) -> None:
+        """At most TOGETHER entries, in one command; all durable when this returns, or none is
+        written.
 
         Raises FailedPrecondition when another coordinator has appended meanwhile, Unavailable, and
         ResourceExhausted when Redis is full.
         """
-        body = pack_entry(entry.to_json())
-        entry_id = f"{self._count + 1}-0"
+        lines = [pack_entry(entry.to_json()) for entry in entries]
         with redis_errors(self._client, f"append to {self._key}"):
             try:
-                await self._client.xadd(self._key, {_FIELD: body}, id=entry_id)
+                await self._append(keys=[self._key], args=[self.count + 1, *lines])
             except ResponseError as error:
-                # A repetition after a lost answer finds its own entry.
-                here = await self._range(entry_id, entry_id)
-                if not here:
+                if _NOT_NEXT not in str(error):
                     raise
-                if here[0][1].get(_FIELD) != body:
-                    raise FailedPrecondition(
-                        f"another coordinator writes the journal {self._key}",
-                        reason="JOURNAL_TAKEN",
-                        seen=str(error),
-                    ) from error
+                # A repetition after a lost answer finds its own entries.
+                last = self.count + len(lines)
+                here = await journal_page(self._client, self._run_id, self.count, last)
+                if [fields.get(ENTRY) for _, fields in here] != lines:
+                    raise self._taken(error) from error
 
-        self._count += 1
+        self.count += len(lines)
+
+    def _taken(self, error: ResponseError) -> FailedPrecondition:
+        message = f"another coordinator writes the journal {self._key}"
+        return FailedPrecondition(message, reason="JOURNAL_TAKEN", seen=str(error))
+
+    async def _archived(self, last: int) -> bool:
+        """Whether a page of the archive ends with this entry."""
+        with redis_errors(self._client, "reading the archive"):
+            page: Any = await self._client.xrange(self._archive, f"{last}-0", f"{last}-0")
+        return bool(page)
 
     async def _records(self, steps: range) -> list[StepRecord]:
         with redis_errors(self._client, "reading the records of steps"):
@@ -144,12 +163,3 @@ class Journal:
         except (DecodeError, TypeError) as error:
             seen = f"steps {steps.start} to {steps.stop - 1}"
             raise DataLoss("the record of a step is gone or damaged", seen=seen) from error
-
-    async def _range(self, first: str, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        with redis_errors(self._client, "reading the journal"):
-            page: Any = await self._client.xrange(self._key, min=first, max=last, count=_PAGE)
-        return list(page)
-
-
-def _number(entry_id: bytes) -> int:
-    return int(entry_id.split(b"-")[0])

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.journal.slot_account import SlotAccount
+from google.protobuf.json_format import MessageToJson, Parse
+
+from coordinator.journal.slot_account import Account, SlotAccount
 from coordinator.machine import events
 from coordinator.machine.events import Details, Event
+from coordinator.machine.rollout import draw_of
 from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -20,30 +23,39 @@ PAGE = 256
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What the records of later steps take from those that are finished."""
+    """What the records of later steps take from before."""
 
     detached: int = 0
     drafter_since: float = 0.0
     waits_since: float = 0.0
-    rolled_out_s: float = 0.0
+    taken_s: float = 0.0
+    closed_s: float = 0.0
     pulls: dict[str, int] = field(default_factory=dict)
+    open: tuple[tuple[float, str], ...] = ()  # when each began, and the record as JSON
+    account: Account = field(default_factory=Account)
 
 
 class StepRecords:
-    """Records of the finished steps and the one being made."""
+    """Records of the finished steps and of those being made, which asynchronous schedules have
+    several of.
+    """
 
     def __init__(self, finished: Iterable[StepRecord] = (), carried: Carried = Carried()) -> None:
-        """`carried`: from the records that had finished these steps, between two steps."""
+        """`carried`: from the records that had finished these steps."""
         self.finished = list(finished)
-        self._open = StepRecord()
-        self._began_s = 0.0
-        self._rolled_out_s = carried.rolled_out_s
+        self._began: dict[int, float] = {}  # steps being made, and when they began
+        self._open: dict[int, StepRecord] = {}
+        for began_s, record in carried.open:
+            opened = Parse(record, StepRecord())
+            self._began[opened.step], self._open[opened.step] = began_s, opened
+        self._taken_s = carried.taken_s  # when the learner took its batch
+        self._closed_s = carried.closed_s  # when the newest finished step ended
         self._waits_since = carried.waits_since
         # epoch of the newest lease whose steps are counted
         self._detached = carried.detached
         self._drafter_since = carried.drafter_since
         self._pulls: Counter[str] = Counter(carried.pulls)
-        self._account = SlotAccount()  # of a step alone
+        self._account = SlotAccount(carried.account)  # since the newest step ended or one began
 
     def carried(self) -> Carried:
         """What `__init__` takes; call it when an event has closed a step."""
@@ -51,8 +63,11 @@ class StepRecords:
             self._detached,
             self._drafter_since,
             self._waits_since,
-            self._rolled_out_s,
+            self._taken_s,
+            self._closed_s,
             dict(self._pulls),
+            tuple((at_s, MessageToJson(self._open[step])) for step, at_s in self._began.items()),
+            self._account.kept(),
         )
 
     def page(self, first: int) -> list[StepRecord]:
@@ -65,38 +80,51 @@ class StepRecords:
         self._count_drafter_slots(before, event, after)
         self._note_preemption(before, event, after)
         match event:
-            case events.StepBegan() if after.phase is Phase.ROLLOUT:
+            case events.StepBegan() if after.rollouts.step > before.rollouts.step:
                 self._begin(event, before)
-            case events.TasksFinished() if after.phase is not before.phase:
-                self._rolled_out_s = event.at_s
-                self._take_rollout(event.details)
+            case events.TasksFinished() if (draw := draw_of(before, event.epoch)) is not None:
+                return self._rolled_out(draw.step, event.details)
             case events.Detached() if event.epoch > self._detached:
                 # Late where Preempted came first, and counted once nevertheless.
                 self._detached = event.epoch
-                self._open.drafter_steps += int(_number(event.details, "steps"))
+                self._of(before).drafter_steps += int(_number(event.details, "steps"))
             case events.PolicyStepped() | events.PolicyPrepared() if (
-                event.epoch == before.phase_epoch
+                event.epoch == before.learner.epoch
             ):
-                self._take_policy(event)
+                self._take_policy(event, self._of(before))
             case events.EvaluationDone() if (
                 before.phase is Phase.EVALUATE and event.epoch == before.phase_epoch
             ):
                 return self._evaluated(event, after)
             case events.Committed() if after.step > before.step:
-                return self._close(event)
+                return self._close(event, before)
             case _:
                 pass
         return None
 
+    def _of(self, state: State) -> StepRecord:
+        """The record of the step that is trained, or of the next one."""
+        return self._open.setdefault(state.step, StepRecord(step=state.step))
+
     def _begin(self, event: events.StepBegan, before: State) -> None:
         versions = versions_to_proto(before.versions)
         trace_id = event.traceparent.split("-")[1] if event.traceparent.count("-") == 3 else ""
-        self._open = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
-        self._began_s = event.at_s
-        self._account.open()
+        if not self._began:
+            self._account.open()
+        self._open[event.step] = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
+        self._began[event.step] = event.at_s
 
-    def _take_rollout(self, details: Details) -> None:
-        record = self._open
+    def _rolled_out(self, step: int, details: Details) -> StepRecord | None:
+        """Fills the record; returns it when the step is finished without the last of its groups."""
+        if step in self._open:
+            self._take_rollout(self._open[step], details)
+            return None
+        late = next((one for one in reversed(self.finished) if one.step == step), None)
+        if late is not None:
+            self._take_rollout(late, details)
+        return late
+
+    def _take_rollout(self, record: StepRecord, details: Details) -> None:
         record.response_tokens = int(_number(details, "response_tokens"))
         record.rollout_s = _number(details, "rollout_s")
         record.accept_length = _number(details, "accept_length")
@@ -120,12 +148,17 @@ class StepRecords:
         self._pulls = now
         return {arm: count for arm, count in sorted(new.items()) if count}
 
-    def _take_policy(self, event: events.PolicyStepped | events.PolicyPrepared) -> None:
+    def _take_policy(
+        self, event: events.PolicyStepped | events.PolicyPrepared, record: StepRecord
+    ) -> None:
         for name, value in event.details.items():
             if isinstance(value, int | float):
-                self._open.policy[name] = value
+                record.policy[name] = value
+        staleness = event.details.get("staleness")
+        if isinstance(staleness, Mapping):
+            record.staleness.update({lag: int(count) for lag, count in staleness.items()})
         if "reward_mean" in event.details:
-            self._open.reward_mean = _number(event.details, "reward_mean")
+            record.reward_mean = _number(event.details, "reward_mean")
 
     def _evaluated(self, event: events.EvaluationDone, after: State) -> StepRecord | None:
         pulls = _pulls(event.details)
@@ -135,31 +168,36 @@ class StepRecords:
         self.finished[-1].evaluations[event.kind.value] = event.value
         return self.finished[-1]
 
-    def _close(self, event: events.Committed) -> StepRecord:
-        record = self._open
-        record.policy_s = event.at_s - self._rolled_out_s - record.preempt_wait_s
-        record.step_s = event.at_s - self._began_s
-        record.finished_at_s = event.at_s
+    def _close(self, event: events.Committed, before: State) -> StepRecord:
+        record, began_s = self._open.pop(before.step), self._began.pop(before.step)
+        if before.pin is not None and before.pin.lasting:
+            record.pinned_drafter = before.pin.version
+        record.policy_s = event.at_s - self._taken_s - record.preempt_wait_s
+        record.step_s = event.at_s - max(began_s, self._closed_s)
+        record.finished_at_s = self._closed_s = event.at_s
         for use, seconds in self._account.seconds().items():
             record.slot_s[use] = seconds
+        self._account.open()
         self.finished.append(record)
-        self._open = StepRecord()
         return record
 
     def _count_drafter_slots(self, before: State, event: Event, after: State) -> None:
         was, now = before.lease, after.lease
         if was is not None and (now is None or now.epoch != was.epoch):
-            self._open.drafter_slot_s += len(was.slots) * (event.at_s - self._drafter_since)
+            self._of(before).drafter_slot_s += len(was.slots) * (event.at_s - self._drafter_since)
         if now is not None and (was is None or now.epoch != was.epoch):
             self._drafter_since = event.at_s
 
     def _note_preemption(self, before: State, event: Event, after: State) -> None:
-        if before.phase is Phase.PREEMPT and after.phase is Phase.POLICY:
-            self._open.preempt_wait_s += event.at_s - self._rolled_out_s
-        if after.phase is Phase.DRAFTER and before.phase is not Phase.DRAFTER:
+        was, now = before.learner.phase, after.learner.phase
+        if was is Phase.IDLE and now is not Phase.IDLE:
+            self._taken_s = event.at_s
+        if was is Phase.PREEMPT and now is Phase.POLICY:
+            self._of(before).preempt_wait_s += event.at_s - self._taken_s
+        if now is Phase.DRAFTER and was is not Phase.DRAFTER:
             self._waits_since = event.at_s
-        if before.phase is Phase.DRAFTER and after.phase is Phase.COMMIT:
-            self._open.preempt_wait_s += event.at_s - self._waits_since
+        if was is Phase.DRAFTER and now is Phase.COMMIT:
+            self._of(before).preempt_wait_s += event.at_s - self._waits_since
 
 
 def _number(details: Mapping[str, Any], name: str) -> float:

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from coordinator.machine.events import DrafterActivated, Event
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coordinator.machine.events import Event, WorkersReleased
 from coordinator.machine.state import Holder, Phase, State
 from paceline.streams.journal_line import SlotUse
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What has been counted so far."""
+
+    last_s: float = 0.0
+    released: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class SlotAccount:
     """Slot-seconds since the last `open`."""
 
-    def __init__(self) -> None:
-        self._last_s = 0.0
-        self._attached = 0  # epoch of the lease under which the drafter trains
-        self._seconds = dict.fromkeys(SlotUse, 0.0)
+    def __init__(self, account: Account = Account()) -> None:
+        """`account`: as `kept` had it."""
+        self._last_s = account.last_s
+        # epoch of the policy's lease for which workers have given their memory back
+        self._released = account.released
+        self._seconds = {use: account.seconds.get(use, 0.0) for use in SlotUse}
+
+    def kept(self) -> Account:
+        """What `__init__` takes."""
+        return Account(self._last_s, self._released, self.seconds())
 
     def open(self) -> None:
         """A step begins: nothing is counted yet."""
@@ -21,26 +39,38 @@ class SlotAccount:
 
     def observe(self, before: State, event: Event, after: State) -> None:
         """Takes one transition in: until now the slots were what they were before it."""
-        for holder in Holder:
-            held_s = before.slots.counted(holder) * (event.at_s - self._last_s)
-            self._seconds[self._use(holder, before)] += held_s
+        elapsed_s = event.at_s - self._last_s
+        for use, slots in self._uses(before).items():
+            self._seconds[use] += slots * elapsed_s
         self._last_s = event.at_s
-        if isinstance(event, DrafterActivated):
-            self._attached = max(self._attached, event.epoch)
+        if isinstance(event, WorkersReleased) and event.holder is Holder.POLICY:
+            self._released = max(self._released, event.epoch)
 
     def seconds(self) -> dict[str, float]:
         """By use, all of them."""
         return {use.value: seconds for use, seconds in self._seconds.items()}
 
-    def _use(self, holder: Holder, state: State) -> SlotUse:
-        match holder:
-            case Holder.ENGINE:
-                return SlotUse.GENERATING
-            case Holder.POLICY:
-                return SlotUse.POLICY
-            case Holder.DRAFTER:
-                attached = state.lease is not None and state.lease.epoch == self._attached
-                return SlotUse.DRAFTER if attached else SlotUse.TRANSFERRING
-            case Holder.NONE:
-                pushed = state.phase in (Phase.POLICY, Phase.COMMIT)
-                return SlotUse.TRANSFERRING if pushed else SlotUse.IDLE
+    def _uses(self, state: State) -> dict[SlotUse, int]:
+        """How many slots are used for what."""
+        held = state.slots.counted
+        attached = state.lease.attached if state.lease is not None else 0
+        pushing, policy = _free_while_pushing(state), held(Holder.POLICY)
+        apart = not state.settings.colocated  # then no worker has to leave its slots
+        trains = policy if apart or state.learner.epoch == self._released else 0
+        arriving = held(Holder.DRAFTER) - attached + policy - trains
+        return {
+            SlotUse.GENERATING: held(Holder.ENGINE),
+            SlotUse.POLICY: trains,
+            SlotUse.DRAFTER: attached,
+            SlotUse.TRANSFERRING: arriving + pushing,
+            SlotUse.IDLE: held(Holder.NONE) - pushing,
+        }
+
+
+def _free_while_pushing(state: State) -> int:
+    """Free slots that wait for weights on their way to the gateway."""
+    if state.learner.phase is not Phase.POLICY and state.committing is None:
+        return 0  # also where a prepared set waits for rollouts to end
+    if not state.settings.colocated:
+        return state.settings.learner_slots - state.slots.counted(Holder.POLICY)
+    return 0 if state.rollouts.phase is Phase.ROLLOUT else state.slots.counted(Holder.NONE)

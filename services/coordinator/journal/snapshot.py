@@ -1,7 +1,5 @@
-"""Holds what a run's entries have led to at the end of a step, so that a replay begins there.
-
-Between two steps nothing of the next one is known and nothing of the last one waits: what stands
-here is all that later events are judged by.
+"""Holds what a run's entries have led to at the end of a step, so that a replay begins there: all
+that later events are judged by.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ import json
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, get_type_hints
 
+from coordinator.calls.groups import GroupSize
 from coordinator.journal.entry import VERSION
 from coordinator.journal.records import Carried
 from coordinator.machine.state import Holder, Slot, State, WorkerState, slot_row, worker_row
@@ -29,9 +28,10 @@ class Snapshot:
 
     entries: int
     at_s: float  # of the last entry
-    traceparent: str  # of the step that it closed
+    traceparents: dict[str, str]  # of the steps that have begun and that which it closed
     state: State
     records: Carried
+    groups: dict[str, tuple[GroupSize, ...]]  # ClosedGroups.kept
     watched: tuple[int, float] | None  # AcceptanceWatch.last
 
 
@@ -42,8 +42,9 @@ class _Beside:
     v: int
     entries: int
     at_s: float
-    traceparent: str
+    traceparents: dict[str, str]
     records: Carried
+    groups: dict[str, tuple[GroupSize, ...]]
     watched: tuple[int, float] | None
     slots: tuple[tuple[Holder, int], ...]
     workers: tuple[WorkerState, ...]
@@ -56,8 +57,9 @@ def pack_snapshot(snapshot: Snapshot) -> bytes:
         VERSION,
         snapshot.entries,
         snapshot.at_s,
-        snapshot.traceparent,
+        snapshot.traceparents,
         snapshot.records,
+        snapshot.groups,
         snapshot.watched,
         tuple((slot.holder, slot.epoch) for slot in state.slots),
         tuple(state.workers),
@@ -84,5 +86,6 @@ def unpack_snapshot(line: bytes) -> Snapshot:
         **vars(rest),
     )
     return Snapshot(
-        beside.entries, beside.at_s, beside.traceparent, state, beside.records, beside.watched
+        *(beside.entries, beside.at_s, beside.traceparents, state),
+        *(beside.records, beside.groups, beside.watched),
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.machine import events
-from coordinator.machine.commands import BeginStep, Evaluate, FinishRun, SaveCheckpoints
+from coordinator.machine.commands import Evaluate, FinishRun, SaveCheckpoints
 from coordinator.machine.decision import Decision
+from coordinator.machine.losses import again_from, interrupted
+from coordinator.machine.schedule import evaluations_due
 from coordinator.machine.state import (
-    IN_STEP,
-    Evaluation,
     Holder,
     MachineError,
     Phase,
-    RunSettings,
     Slot,
     State,
     WorkerState,
@@ -21,6 +20,8 @@ from coordinator.machine.state import (
     held_by,
     lease_slots,
     slot_row,
+    with_learner,
+    with_rollouts,
     worker_row,
 )
 
@@ -36,43 +37,37 @@ def run_started(state: State, event: events.RunStarted) -> Decision:
         seq=event.versions.seq,
         evaluations=evaluations_due(settings, 0),
     )
-    return Decision(state, enters=Phase.READY)
+    return Decision(state, enters=Phase.RUNNING)
 
 
 def resumed(state: State, event: events.Resumed) -> Decision:
-    """Enters the phase again, or the one that failed: every call of the former coordinator is
-    gone.
+    """Makes every call again that the run or one of its tracks waits for: those of the former
+    coordinator are gone.
     """
-    settings = replace(state.settings, total_steps=max(event.total_steps, state.step))
+    total_steps = max(event.total_steps, state.rollouts.step)
     phase = state.failed_phase or state.phase
     state = replace(
-        state,
-        settings=settings,
+        interrupted(state),
+        settings=replace(state.settings, total_steps=total_steps),
         phase=phase,
         lost=frozenset(),
-        attempts=0,
         lease=state.lease and replace(state.lease, preempting=False),
         failed_phase=None,
         failure="",
     )
-    if phase in (Phase.CLOSING, Phase.FINISHED) and state.step < settings.total_steps:
-        phase = Phase.READY
+    state = with_rollouts(state, drawing=False, attempts=0)
+    state = with_learner(state, attempts=0)
+    if phase is Phase.RUNNING:
+        return Decision(state, enters=again_from(state.learner.phase))
+    if phase in (Phase.CLOSING, Phase.FINISHED) and state.step < total_steps:
+        phase = Phase.RUNNING
     return Decision(state, enters=phase)
 
 
-def next_step(state: State) -> Decision:
-    """Evaluates, closes the run or begins the next step, in this order."""
-    if state.evaluations:
-        return Decision(state, enters=Phase.EVALUATE)
-    if state.step >= state.settings.total_steps:
-        return Decision(state, enters=Phase.CLOSING)
-    return Decision(state, (BeginStep(state.step),))
-
-
 def evaluate(state: State) -> Decision:
-    """Leases all slots to the engine and makes the first evaluation that is due."""
+    """Leases the workers' slots to the engine and makes the first evaluation that is due."""
     state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    state = lease_slots(state, range(len(state.slots)), Holder.ENGINE)
+    state = lease_slots(state, range(state.settings.engine_slots), Holder.ENGINE)
     state = replace(state, phase_epoch=state.epoch)
     command = Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
     return Decision(state, (command,))
@@ -83,22 +78,7 @@ def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = free_slots(state, held_by(state, Holder.ENGINE))
-    return Decision(replace(state, evaluations=state.evaluations[1:]), enters=Phase.READY)
-
-
-def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, ...]:
-    """Evaluations to make when that many steps are finished."""
-    ends = finished in (0, settings.total_steps)
-    due: list[Evaluation] = []
-    if settings.accuracy_enabled and (
-        ends or (settings.accuracy_every and finished % settings.accuracy_every == 0)
-    ):
-        due.append(Evaluation.ACCURACY)
-    if settings.probe_enabled and (
-        ends or (settings.probe_every and finished % settings.probe_every == 0)
-    ):
-        due.append(Evaluation.PROBE)
-    return tuple(due)
+    return Decision(replace(state, evaluations=state.evaluations[1:]), enters=Phase.RUNNING)
 
 
 def close(state: State) -> Decision:
@@ -119,7 +99,7 @@ def finish(state: State) -> Decision:
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the running step, or the one that is about to begin, the last one."""
-    running = state.phase is Phase.READY or state.phase in IN_STEP
-    last = min(state.settings.total_steps, state.step + (1 if running else 0))
+    """Makes the newest step whose tasks are drawn, or about to be, the last one."""
+    drawn = state.rollouts.step + state.rollouts.drawing
+    last = min(state.settings.total_steps, drawn)
     return Decision(replace(state, settings=replace(state.settings, total_steps=last)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.machine.state import Evaluation, Service
+from coordinator.machine.state import Evaluation, Portion, Service
 from paceline.trajectory import VersionSet
 
 
@@ -34,9 +34,16 @@ class BeginStep(Command):
 
 @dataclass(frozen=True, slots=True)
 class RunTasks(StepCommand):
-    """Roll the step out with a set; answered by ShareDone and TasksFinished."""
+    """Roll the step out with a set, or a newer one; answered by GroupClosed, ShareDone and
+    TasksFinished.
+    """
 
     versions: VersionSet
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRollouts(StepCommand):
+    """Let the workers go on with the requests that they hold; only a failure is answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,15 @@ class ActivateDrafter(StepCommand):
     slots: tuple[int, ...]
     deadline_s: float
     versions: VersionSet
+
+
+@dataclass(frozen=True, slots=True)
+class JoinDrafter(StepCommand):
+    """Have the running activation train on more slots; answered by DrafterJoined or JoinFailed."""
+
+    slots: tuple[int, ...]  # of the lease from now on, the newest last
+    joining: tuple[int, ...]  # which of them are new
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,7 @@ class TrainPolicy(StepCommand):
 
     slots: tuple[int, ...]
     policy_version: int
+    batch: tuple[Portion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +123,14 @@ class AwaitService(Command):
     """
 
     service: Service
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack(StepCommand):
+    """After a failure: trainers leave their slots, the engine takes them; not answered."""
+
+    drafter_epoch: int  # of the lease that has not ended; 0: none
+    policy: bool  # it may still train
 
 
 @dataclass(frozen=True, slots=True)

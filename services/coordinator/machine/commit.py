@@ -1,24 +1,30 @@
-"""Commits version sets: the new policy, with the promoted drafter or after a drafter's rollback."""
+"""Commits version sets: the new policy, with the promoted drafter, after a drafter's rollback, or
+with the drafter that an operator keeps.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine.boundary import evaluations_due
+from coordinator.machine.choice import due_drafter
 from coordinator.machine.commands import AbortDrafter, CloseStep, Commit
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import CommitFailed, Committed
-from coordinator.machine.losses import try_again
-from coordinator.machine.state import Phase, State
+from coordinator.machine.losses import train_again
+from coordinator.machine.schedule import evaluations_due, may_commit
+from coordinator.machine.state import DrafterPin, Phase, State, with_learner, with_rollouts
 from paceline.trajectory import VersionSet
 
 
 def serve(state: State) -> Decision:
     """Commits the set that has no answer yet, else the next one, under a new epoch so that whoever
-    is late is refused.
+    is late is refused. Waits for rollouts that may have one version only.
     """
+    if not may_commit(state):
+        return Decision(state)
     versions, epoch = state.committing or _next_set(state), state.epoch + 1
-    state = replace(state, epoch=epoch, phase_epoch=epoch, committing=versions, seq=versions.seq)
+    state = replace(state, epoch=epoch, committing=versions, seq=versions.seq)
+    state = with_learner(state, epoch=epoch)
     return Decision(state, (Commit(state.step, epoch, versions),))
 
 
@@ -33,37 +39,46 @@ def committed(state: State, event: Committed) -> Decision:
         state = replace(state, previous_drafter=previous, rollback=False)
     if rolled_back:
         return Decision(state, enters=Phase.COMMIT)
+    if state.pin == DrafterPin(event.versions.drafter, lasting=False):
+        state = replace(state, pin=None)
     step = state.step
     due = evaluations_due(state.settings, step + 1)
-    state = replace(state, step=step + 1, prepared=None, evaluations=due)
-    return Decision(state, (CloseStep(step),), enters=Phase.READY)
+    draws = tuple(
+        draw for draw in state.rollouts.draws if not draw.finished or draw.taken != draw.closed
+    )
+    state = with_learner(with_rollouts(state, draws=draws), step=step + 1, batch=())
+    state = replace(state, prepared=None, evaluations=due)
+    return Decision(state, (CloseStep(step),), enters=Phase.IDLE)
 
 
 def commit_failed(state: State, event: CommitFailed) -> Decision:
-    """Gives a rollback up, leaves a promoted drafter out, pushes a policy again."""
+    """Gives a rollback up, and a pin that asked for it; leaves a promoted drafter out, pushes a
+    policy again.
+    """
     rejected = event.versions.drafter
     if _is_rollback(state):
-        state = replace(state, rollback=False, previous_drafter=None, committing=None)
+        pin = state.pin if state.pin is not None and state.pin.version != rejected else None
+        state = replace(state, rollback=False, previous_drafter=None, committing=None, pin=pin)
         return Decision(state, enters=Phase.COMMIT)
     if rejected == state.promoted:
         state, commands, _ = serve(replace(state, promoted=None, committing=None))
-        # Under the epoch of the commit beside it: receivers refuse older ones.
-        return Decision(state, (AbortDrafter(state.step, state.epoch, rejected), *commands))
-    state = replace(state, committing=None)
-    return try_again(state, Phase.POLICY, f"commit: {event.message}")
+        abort = AbortDrafter(state.step, state.lease_epoch, rejected)
+        return Decision(state, (abort, *commands))
+    return train_again(replace(state, committing=None), f"commit: {event.message}")
 
 
 def _next_set(state: State) -> VersionSet:
     """A drafter rollback that is due, under its own seq, else the new policy.
 
-    The rollback comes first because receivers keep the parts of the serving and the previous set
-    only.
+    The rollback comes first, so that one that fails takes no policy with it.
     """
-    served = state.versions
+    served, due = state.versions, due_drafter(state)
     assert state.prepared is not None
-    if state.rollback and state.promoted is None and state.previous_drafter is not None:
-        return VersionSet(state.seq + 1, served.policy, state.previous_drafter)
-    drafter = served.drafter if state.promoted is None else state.promoted
+    if due != served.drafter:
+        return VersionSet(state.seq + 1, served.policy, due)
+    waits = state.promoted is None or state.pin is not None
+    drafter = served.drafter if waits else state.promoted
+    assert drafter is not None
     return VersionSet(state.seq + 1, state.prepared, drafter)
 
 

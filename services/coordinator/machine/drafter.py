@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from coordinator.machine import events
-from coordinator.machine.commands import AbortDrafter, ActivateDrafter, PreemptDrafter
+from coordinator.machine.commands import AbortDrafter, ActivateDrafter, JoinDrafter, PreemptDrafter
 from coordinator.machine.decision import Decision, refused
 from coordinator.machine.state import (
     OPTIONAL,
@@ -24,17 +24,22 @@ from coordinator.machine.state import (
 )
 
 
-def lease_released(state: State) -> Decision:
-    """Leases released slots to the drafter while other workers still generate."""
-    settings = state.settings
-    wanted = (
-        _due(state)
-        and not settings.serial_drafter
-        and state.lost <= OPTIONAL  # else the tasks run again, on all workers
-        and state.workers.counted(WorkerState.GENERATING)
-        and state.workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
-    )
-    return _lease(state) if wanted else Decision(state)
+def lease_released(state: State) -> Decision | None:
+    """Leases released slots to the drafter while others still compute: workers, or a policy that
+    has slots of its own; once it trains on the slots of its lease, more join them.
+    """
+    settings, workers = state.settings, state.workers
+    policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
+    if (
+        settings.serial_drafter
+        or state.lost - OPTIONAL  # then the tasks run again, on all workers
+        or not (workers.counted(WorkerState.GENERATING) or policy_apart)
+    ):
+        return None
+    if state.lease is not None:
+        return _widen(state, state.lease)
+    enough = workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
+    return _lease(state) if enough and _due(state) else None
 
 
 def train_alone(state: State) -> Decision:
@@ -42,17 +47,13 @@ def train_alone(state: State) -> Decision:
 
     Once a step: after a failed commit its workers are COMPLETED, and the set is committed as it is.
     """
+    if not state.settings.serial_drafter:  # one that harvests may go on beside the commit
+        return Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # a former coordinator's, whose call is gone
         return preempt(state)
-    released = state.workers.counted(WorkerState.RELEASED)
-    if state.settings.serial_drafter and _due(state) and released:
+    if _due(state) and state.workers.counted(WorkerState.RELEASED):
         return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
-
-
-def take_back(state: State) -> Decision:
-    """Asks for the drafter's slots; the policy trains when it has left them."""
-    return Decision(state, enters=Phase.POLICY) if state.lease is None else preempt(state)
 
 
 def preempt(state: State) -> Decision:
@@ -65,11 +66,30 @@ def preempt(state: State) -> Decision:
     return Decision(state, (PreemptDrafter(state.step, lease.epoch, deadline_s),))
 
 
-def noted(
-    state: State, event: events.DrafterActivated | events.GateDecided | events.WorkersReleased
-) -> Decision:
+def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> Decision:
     """A record, nothing else."""
     return Decision(state)
+
+
+def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
+    """Adds what was released while the trainer took its slots: one change of a lease at a time."""
+    assert state.lease is not None
+    known = state.lease.attached
+    if isinstance(event, events.DrafterActivated):
+        slots = known or len(state.lease.slots)
+    else:
+        slots = max(known, event.slots)
+    return Decision(replace(state, lease=replace(state.lease, attached=slots)))
+
+
+def join_failed(state: State, event: events.JoinFailed) -> Decision:
+    """Ends the activation: nobody knows on which of its slots it trains."""
+    return preempt(state)
+
+
+def reclaim(state: State, event: events.TrafficWaits) -> Decision:
+    """Ends the whole lease for callers that wait; its workers are leased no more in this step."""
+    return preempt(state)
 
 
 def promoted(state: State, event: events.GatePromoted) -> Decision:
@@ -84,7 +104,7 @@ def promoted(state: State, event: events.GatePromoted) -> Decision:
         return Decision(state)
     if state.committing is not None and state.committing.drafter == older:
         return Decision(state)  # about to serve
-    return Decision(state, (AbortDrafter(state.step, state.epoch, older),))
+    return Decision(state, (AbortDrafter(state.step, state.lease_epoch, older),))
 
 
 def preempted(state: State, event: events.Preempted) -> Decision:
@@ -98,28 +118,26 @@ def detached(state: State, event: events.Detached) -> Decision:
 
 
 def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
-    """Frees the drafter's slots and goes on with what has waited for them.
+    """Frees the drafter's slots.
 
-    `fence`: the drafter trainer has not confirmed that it left.
+    `fence`: the drafter trainer has not confirmed that it left, and gets no others before the next
+    share is done: one that is done may have slots released meanwhile.
     """
     assert state.lease is not None
     slots = state.lease.slots
     workers = sorted({slot // state.settings.slots_per_worker for slot in slots})
     state = free_slots(move_workers(state, workers, cause), slots, fence=fence)
-    state = replace(state, lease=None)
-    if state.phase is Phase.PREEMPT:
-        return Decision(state, enters=Phase.POLICY)
-    if state.phase is Phase.DRAFTER:
-        return Decision(state, enters=Phase.COMMIT)
-    if state.rollout_restart:
-        return Decision(state, enters=Phase.ROLLOUT)
-    # One that is done may have slots released meanwhile; one that failed waits for the next share.
-    return Decision(state) if fence else lease_released(state)
+    state = replace(state, lease=None, drafter_benched=fence)
+    serial = state.learner.phase is Phase.DRAFTER
+    return Decision(state, enters=Phase.COMMIT if serial else None)
 
 
 def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
-    """Serves the drafter before this one again with the next commit."""
-    if event.drafter_version != state.versions.drafter or state.previous_drafter is None:
+    """Serves the drafter before this one again with the next commit, unless an operator has chosen
+    one.
+    """
+    serving = event.drafter_version == state.versions.drafter
+    if not serving or state.previous_drafter is None or state.pin is not None:
         return refused(state, event, event.drafter_version, state.versions.drafter)
     return Decision(replace(state, rollback=True))
 
@@ -131,17 +149,42 @@ def _due(state: State) -> bool:
         settings.drafter_enabled
         and state.step % settings.training_interval_steps == 0
         and state.lease is None
+        and not state.drafter_benched
         and Service.DRAFTER_TRAINER not in state.lost
     )
 
 
 def _lease(state: State) -> Decision:
-    settings = state.settings
-    count = max(1, settings.max_drafter_slots // settings.slots_per_worker)
-    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
-    slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
-    state = lease_slots(move_workers(state, workers, Cause.LEASE_GRANTED), slots, Holder.DRAFTER)
+    state, slots = _lease_more(state, None)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
-    deadline_s = settings.activation_deadline_s
+    deadline_s = state.settings.activation_deadline_s
     command = ActivateDrafter(state.step, state.epoch, slots, deadline_s, state.versions)
     return Decision(state, (command,))
+
+
+def _widen(state: State, lease: DrafterLease) -> Decision | None:
+    """More slots under the lease's own epoch, which ends for all of them at once."""
+    if lease.preempting or lease.attached < len(lease.slots):
+        return None
+    state, joining = _lease_more(state, lease)
+    if not joining:
+        return None
+    slots = lease.slots + joining
+    state = replace(state, lease=replace(lease, slots=slots))
+    deadline_s = state.settings.activation_deadline_s
+    command = JoinDrafter(state.step, lease.epoch, slots, joining, deadline_s)
+    return Decision(state, (command,))
+
+
+def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[int, ...]]:
+    """As many released slots as the drafter may have beside those of its lease."""
+    settings, held = state.settings, len(lease.slots) if lease else 0
+    most = max(1, settings.max_drafter_slots // settings.slots_per_worker)
+    count = max(0, most - held // settings.slots_per_worker)
+    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
+    slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
+    state = move_workers(state, workers, Cause.LEASE_GRANTED)
+    if slots:
+        under = lease.epoch if lease else None
+        state = lease_slots(state, slots, Holder.DRAFTER, under=under)
+    return state, slots

@@ -61,6 +61,17 @@ class ShareDone(CallAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupClosed(CallAnswer):
+    """A group of the step gets no more samples; told where groups are trained before their step's
+    tasks have all ended.
+    """
+
+    index: int  # of its task in the step
+    group_id: str
+    sessions: int  # that ended scored
+
+
+@dataclass(frozen=True, slots=True)
 class TasksFinished(CallAnswer):
     """All samples of the step ended."""
 
@@ -87,6 +98,28 @@ class DrafterActivated(CallAnswer):
     """The drafter trains on its slots."""
 
     details: Details = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterJoined(CallAnswer):
+    """The drafter trains on the slots that were added to its lease, too."""
+
+    slots: int  # of the lease, from its first on
+    details: Details = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinFailed(CallAnswer):
+    """Slots were added to the drafter's lease, and its trainer does not train on them."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficWaits(CallAnswer):
+    """Requests of callers wait because the drafter has workers' slots."""
+
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +166,8 @@ class TrainerFailed(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Deadline(CallAnswer):
-    """A wait ended without its event: "activation" or "preempt" of a lease; "rollout", "policy",
-    "commit", "evaluate" or "close" of a phase's call.
+    """A wait ended without its event: "activation", "join" or "preempt" of a lease; "rollout",
+    "policy", "commit", "evaluate" or "close" of a phase's call.
     """
 
     what: str
@@ -203,6 +236,21 @@ class CheckpointsSaved(CallAnswer):
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
     """Somebody asked for the run to end with the running step."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChosen(Event):
+    """An operator wants a drafter to serve: until it is unpinned, or, after a rollback, for a step
+    at least. Version None is the serving one for a pin, the one before for a rollback.
+    """
+
+    version: int | None
+    lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterUnpinned(Event):
+    """An operator leaves it to the gate again which drafter serves."""
 
 
 @dataclass(frozen=True, slots=True)

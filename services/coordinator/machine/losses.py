@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.machine import events
-from coordinator.machine.commands import AwaitService, FinishRun
+from coordinator.machine.commands import AwaitService, FinishRun, HandBack
 from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import end_lease, lease_released, preempt
-from coordinator.machine.state import OPTIONAL, Cause, MachineError, Phase, Service, State
+from coordinator.machine.drafter import end_lease, preempt
+from coordinator.machine.state import (
+    OPTIONAL,
+    Cause,
+    Holder,
+    MachineError,
+    Phase,
+    Service,
+    State,
+    held_by,
+    with_learner,
+    with_rollouts,
+)
 
 CALL_ATTEMPTS = 3
-"""Times that a phase's call may begin because of its service: a fault that comes back twice is no
+"""Times that a track's call may begin because of its service: a fault that comes back twice is no
 accident.
 """
 
@@ -22,7 +33,7 @@ CALLED_IN: dict[Phase, tuple[Service, ...]] = {
     Phase.COMMIT: (Service.GATEWAY,),
     Phase.CLOSING: (Service.POLICY_TRAINER,),
 }
-"""Services whose answer a phase waits for: when one comes back the phase's call is made again."""
+"""Services whose answer a phase waits for: when one comes back the phase's calls are made again."""
 
 
 def service_lost(state: State, event: events.ServiceLost) -> Decision:
@@ -32,34 +43,39 @@ def service_lost(state: State, event: events.ServiceLost) -> Decision:
     decision = Decision(replace(state, lost=state.lost | {event.service}))
     if event.service is Service.DRAFTER_TRAINER and state.lease is not None:
         decision = end_lease(decision.state, Cause.PREEMPTED, fence=True)
-    if event.service is Service.GATEWAY and state.phase is Phase.ROLLOUT:
-        decision = preempt(replace(decision.state, rollout_restart=False))
+    if event.service is Service.GATEWAY and Phase.ROLLOUT in state.phases:
+        decision = preempt(decision.state)
     return decision._replace(commands=(AwaitService(event.service), *decision.commands))
 
 
 def service_back(state: State, event: events.ServiceBack) -> Decision:
-    """Enters the phase again if its call was the service's; the drafter gets released slots."""
-    if event.service not in state.lost:
+    """Makes those calls again that were the service's; the drafter gets released slots."""
+    service = event.service
+    if service not in state.lost:
         return Decision(state)
-    state = replace(state, lost=state.lost - {event.service})
-    if event.service is Service.DRAFTER_TRAINER and state.phase is Phase.ROLLOUT:
-        return lease_released(state)
-    called = event.service in CALLED_IN.get(state.phase, ())
-    return Decision(state, enters=state.phase if called else None)
+    state = replace(state, lost=state.lost - {service})
+    if service is Service.DRAFTER_TRAINER:
+        return Decision(replace(state, drafter_benched=False))
+    if service in CALLED_IN[Phase.ROLLOUT]:
+        state = interrupted(state)
+    running = state.phase is Phase.RUNNING
+    phase = state.learner.phase if running else state.phase
+    called = service in CALLED_IN.get(phase, ())
+    return Decision(state, enters=again_from(phase) if called else None)
 
 
 def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
     """The run goes on without the drafter; the policy step begins again."""
     if event.service is Service.DRAFTER_TRAINER:
         return end_lease(state, Cause.PREEMPTED, fence=True)
-    if state.phase is not Phase.POLICY:
+    if state.learner.phase is not Phase.POLICY:
         raise MachineError(f"TrainerFailed({event.service})", state.describe())
-    return try_again(state, Phase.POLICY, f"{event.service}: {event.message}")
+    return train_again(state, f"{event.service}: {event.message}")
 
 
 def deadline(state: State, event: events.Deadline) -> Decision:
     """Takes the drafter's slots when it was late, fails the run when anybody else was."""
-    if event.what == "activation":
+    if event.what in ("activation", "join"):
         return preempt(state)
     if event.what == "preempt":
         return end_lease(state, Cause.PREEMPTED, fence=True)
@@ -74,21 +90,45 @@ def call_failed(state: State, event: events.CallFailed) -> Decision:
     return fail(state, f"{event.service}: {event.call}: {event.message}")
 
 
-def try_again(state: State, phase: Phase, message: str) -> Decision:
-    """Enters a phase again because of its call's failure, or fails the run after CALL_ATTEMPTS."""
-    attempts = state.attempts + 1
+def train_again(state: State, message: str) -> Decision:
+    """Trains the batch again because of a call's failure, or fails the run after CALL_ATTEMPTS."""
+    attempts = state.learner.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
-    return Decision(replace(state, attempts=attempts), enters=phase)
+    return Decision(with_learner(state, attempts=attempts), enters=Phase.PREEMPT)
+
+
+def roll_out_again(state: State, message: str) -> Decision:
+    """Runs the tasks again because of a call's failure, or fails the run after CALL_ATTEMPTS."""
+    attempts = state.rollouts.attempts + 1
+    if attempts >= CALL_ATTEMPTS:
+        return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
+    return Decision(with_rollouts(interrupted(state), attempts=attempts))
+
+
+def interrupted(state: State) -> State:
+    """Every call of the rollout track is to be made again; what it still answers is late."""
+    if not any(draw.called for draw in state.rollouts.draws):
+        return state
+    draws = tuple(replace(draw, called=False) for draw in state.rollouts.draws)
+    return with_rollouts(state, draws=draws)
+
+
+def again_from(phase: Phase) -> Phase:
+    """The phase to enter for a phase's call to be made again: the policy needs its slots first."""
+    return Phase.PREEMPT if phase is Phase.POLICY else phase
 
 
 def fail(state: State, message: str) -> Decision:
-    """Ends the run for now; Resumed enters the phase again."""
+    """Ends the run for now; Resumed goes on from here."""
     state = replace(state, failed_phase=state.phase, failure=message)
     return Decision(state, enters=Phase.FAILED)
 
 
 def give_up(state: State) -> Decision:
-    """Takes the drafter's slots back and ends the run."""
-    state, commands, _ = preempt(state)
-    return Decision(state, (*commands, FinishRun(state.failure)))
+    """Gives the slots back to the engine, for whoever asks it, and ends the run."""
+    lease = state.lease and replace(state.lease, preempting=True)
+    state = replace(state, epoch=state.epoch + 1, lease=lease)
+    policy = bool(held_by(state, Holder.POLICY))
+    hand_back = HandBack(state.step, state.epoch, lease.epoch if lease else 0, policy)
+    return Decision(state, (hand_back, FinishRun(state.failure)))

@@ -1,4 +1,4 @@
-"""Trains the policy on all slots."""
+"""Trains the policy: on all slots where rollouts and policy are colocated, else on its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from coordinator.machine.state import (
     free_slots,
     held_by,
     lease_slots,
+    with_learner,
 )
 
 
+def wait_for_slots(state: State) -> Decision:
+    """Fences what a former call holds; the policy trains when drafter and rollouts have left."""
+    return Decision(free_slots(state, held_by(state, Holder.POLICY), fence=True))
+
+
 def train(state: State) -> Decision:
-    """Leases all slots to the policy trainer under a new epoch; a former call's are fenced."""
-    slots = tuple(range(len(state.slots)))
-    state = free_slots(state, held_by(state, Holder.POLICY), fence=True)
+    """Leases its slots to the policy trainer under a new epoch."""
+    slots = tuple(state.settings.policy_slots)
     state = lease_slots(state, slots, Holder.POLICY)
-    state = replace(state, phase_epoch=state.epoch, committing=None, prepared=None)
-    return Decision(state, (TrainPolicy(state.step, state.epoch, slots, state.versions.policy),))
+    state = with_learner(state, epoch=state.epoch)
+    state = replace(state, committing=None, prepared=None)
+    batch, version = state.learner.batch, state.versions.policy
+    return Decision(state, (TrainPolicy(state.step, state.epoch, slots, version, batch),))
 
 
 def stepped(state: State, event: PolicyStepped) -> Decision:

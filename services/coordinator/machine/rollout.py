@@ -1,16 +1,23 @@
-"""Rolls a step out: every worker gets its share, and releases its slots when that is done."""
+"""Rolls steps out: every worker gets its share, and releases its slots when that is done."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from coordinator.machine.commands import RunTasks
+from coordinator.machine.commands import Command, ResumeRollouts, RunTasks
 from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import lease_released, preempt
-from coordinator.machine.events import ShareDone, StepBegan, TasksFinished, WorkerLost
-from coordinator.machine.losses import try_again
+from coordinator.machine.events import (
+    GroupClosed,
+    ShareDone,
+    StepBegan,
+    TasksFinished,
+    WorkerLost,
+)
+from coordinator.machine.losses import roll_out_again
 from coordinator.machine.state import (
     Cause,
+    DrawnStep,
     Holder,
     MachineError,
     Phase,
@@ -20,49 +27,134 @@ from coordinator.machine.state import (
     held_by,
     lease_slots,
     move_workers,
+    with_rollouts,
     worker_slots,
 )
 
 
 def step_began(state: State, event: StepBegan) -> Decision:
-    """Rolls the step out."""
-    return Decision(replace(state, attempts=0), enters=Phase.ROLLOUT)
+    """The step's tasks wait to be called."""
+    draws = (*state.rollouts.draws, DrawnStep(event.step, state.step))
+    state = with_rollouts(state, step=event.step + 1, drawing=False, attempts=0, draws=draws)
+    return Decision(replace(state, drafter_benched=False))
 
 
 def generate(state: State) -> Decision:
-    """Leases all slots to the engine under a new epoch and runs the tasks.
+    """Leases the workers' free slots to the engine under a new epoch, lets suspended workers go on
+    and calls the tasks that wait, each step's under an epoch of its own.
 
-    When the tasks run again every worker may get samples, so the drafter leaves first.
+    Where no call goes on, what is left of former ones is fenced.
     """
-    if state.lease is not None:
-        epoch = state.epoch + 1  # the former call's answers are late from now on
-        return preempt(replace(state, epoch=epoch, phase_epoch=epoch, rollout_restart=True))
-    state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    waiting = [i for i, worker in enumerate(state.workers) if worker is not WorkerState.GENERATING]
-    state = move_workers(state, waiting, Cause.STEP_BEGAN)
-    state = lease_slots(state, range(len(state.slots)), Holder.ENGINE)
-    state = replace(state, phase_epoch=state.epoch, rollout_restart=False)
-    return Decision(state, (RunTasks(state.step, state.epoch, state.versions),))
+    rollouts = state.rollouts
+    goes_on = any(draw.called for draw in rollouts.running)
+    waiting = [draw.step for draw in rollouts.running if not draw.called]
+    if not goes_on:
+        state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
+    suspended = list(state.workers.where(WorkerState.SUSPENDED))
+    state = move_workers(state, suspended, Cause.RESUMED)
+    if waiting:  # each worker may get samples
+        idle = (i for i, one in enumerate(state.workers) if one is not WorkerState.GENERATING)
+        state = move_workers(state, list(idle), Cause.STEP_BEGAN)
+        free = [i for i in state.slots.where(Holder.NONE) if i < state.settings.engine_slots]
+    else:
+        free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
+    state = lease_slots(state, free, Holder.ENGINE)
+    epochs = {step: state.epoch + number for number, step in enumerate(waiting)}
+    commands: list[Command] = [
+        RunTasks(step, epoch, state.versions) for step, epoch in epochs.items()
+    ]
+    if suspended and goes_on:
+        commands.insert(0, ResumeRollouts(state.step, state.epoch))
+    return Decision(_called(state, epochs), tuple(commands))
+
+
+def suspend(state: State) -> Decision:
+    """Takes the slots of workers that generate: their requests are held, and go on afterwards."""
+    workers = list(state.workers.where(WorkerState.GENERATING))
+    state = move_workers(state, workers, Cause.SUSPENDED)
+    return Decision(free_slots(state, held_by(state, Holder.ENGINE)))
 
 
 def share_done(state: State, event: ShareDone) -> Decision:
-    """Releases the worker's slots; the drafter may get them while others generate."""
-    if event.worker >= len(state.workers):
+    """Releases the worker's slots where it has no share of another step to do; the drafter may get
+    them.
+    """
+    draw = draw_of(state, event.epoch)
+    if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
-    return lease_released(_release(state, [event.worker]))
+    state = _with(state, replace(draw, owed=draw.owed & ~(1 << event.worker)))
+    return Decision(_release(state, 1 << event.worker))
+
+
+def group_closed(state: State, event: GroupClosed) -> Decision:
+    """The group may be trained before the other groups of its step have closed."""
+    draw = draw_of(state, event.epoch)
+    if draw is None or event.index >= state.settings.groups_per_step:
+        raise MachineError(f"GroupClosed(index={event.index})", state.describe())
+    return Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases the workers that still hold slots; the policy step needs all of them."""
-    state = _release(state, list(state.workers.where(WorkerState.GENERATING)))
-    return Decision(replace(state, attempts=0), enters=Phase.PREEMPT)
+    """Releases the workers that have nothing else to do; all groups of the step have closed."""
+    draw = draw_of(state, event.epoch)
+    assert draw is not None  # else it were late
+    everything = (1 << state.settings.groups_per_step) - 1
+    ended = replace(draw, called=False, finished=True, owed=0, closed=everything)
+    state = with_rollouts(_release(_with(state, ended), draw.owed), attempts=0)
+    if ended.taken == everything and all(one.step != draw.step for one in state.learner.batch):
+        left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
+        state = with_rollouts(state, draws=left)  # trained before its last sample was told of
+    return Decision(state, enters=None if state.rollouts.running else Phase.READY)
 
 
 def worker_lost(state: State, event: WorkerLost) -> Decision:
     """Runs the tasks again: the gateway restarts the worker."""
-    return try_again(state, Phase.ROLLOUT, f"worker {event.worker} of the gateway died")
+    return roll_out_again(state, f"worker {event.worker} of the gateway died")
 
 
-def _release(state: State, workers: list[int]) -> State:
-    slots = [slot for worker in workers for slot in worker_slots(state.settings, worker)]
-    return free_slots(move_workers(state, workers, Cause.SHARE_DONE), slots)
+def draw_of(state: State, epoch: int) -> DrawnStep | None:
+    """The draw whose call has this epoch and goes on; None in a run that does not."""
+    draws = state.rollouts.running if state.phase is Phase.RUNNING else ()
+    return next((draw for draw in draws if draw.called and draw.epoch == epoch), None)
+
+
+def _called(state: State, epochs: Mapping[int, int]) -> State:
+    """The draws of these steps under way, every worker with a share of each."""
+    owed = (1 << len(state.workers)) - 1
+    draws = tuple(
+        replace(draw, epoch=epochs[draw.step], called=True, owed=owed)
+        if draw.step in epochs
+        else draw
+        for draw in state.rollouts.draws
+    )
+    newest = max(epochs.values(), default=state.rollouts.epoch)
+    state = replace(state, epoch=max(state.epoch, newest))
+    return with_rollouts(state, draws=draws, epoch=newest)
+
+
+def _with(state: State, changed: DrawnStep) -> State:
+    draws = tuple(changed if draw.step == changed.step else draw for draw in state.rollouts.draws)
+    return with_rollouts(state, draws=draws)
+
+
+def _release(state: State, workers: int) -> State:
+    """Of these workers, a bit each, those that owe nothing any more leave their slots."""
+    for draw in state.rollouts.running:
+        workers &= ~draw.owed
+    leaving = list(_bits(workers))
+    held = [
+        slot
+        for worker in leaving
+        if state.workers[worker] is WorkerState.GENERATING
+        for slot in worker_slots(state.settings, worker)
+    ]
+    state = move_workers(state, leaving, Cause.SHARE_DONE)
+    return free_slots(replace(state, drafter_benched=False), held)
+
+
+def _bits(number: int) -> Iterator[int]:
+    """Places of the bits that are set, in order."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest

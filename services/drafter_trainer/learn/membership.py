@@ -69,12 +69,15 @@ class Membership:
     """Follows the leases: another set of slots is another process group, the same set the one of
     before.
 
-    Every rank calls `join` for every lease, in the same order: groups are made together.
+    Every rank calls `join` for every lease, in the same order: groups are made together. They are
+    kept: torch remembers how to shard by the numbers of the ranks, and with it the first group that
+    it saw of them, which must not be gone when the same ranks meet again.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
         self.members = on_cpu(dist.get_world_size())
+        self._known = {self.members.devices: self.members}
 
     def join(self, slots: Sequence[int]) -> Members:
         """The ranks that train on these slots, rank i on slot i of them; ranks that are too many
@@ -83,11 +86,17 @@ class Membership:
         Raises ConfigError for a slot that is no CUDA device here.
         """
         devices = self._places(slots[: dist.get_world_size()])
-        if devices != self.members.devices:
-            for group in {self.members.group, self.members.writing} - {None, dist.group.WORLD}:
-                dist.destroy_process_group(group)
-            self.members = _members(devices)
+        if devices not in self._known:
+            self._known[devices] = _members(devices)
+        self.members = self._known[devices]
         return self.members
+
+    def agreed(self, *, running: bool) -> bool:
+        """Rank 0's word on every rank, members or not; the others' counts for nothing."""
+        word = torch.tensor(int(running))
+        if dist.get_world_size() > 1:
+            dist.broadcast(word, 0)
+        return bool(word)
 
     def stays(self, slots: Sequence[int]) -> bool:
         """Whether `join` would change nothing."""

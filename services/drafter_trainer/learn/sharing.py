@@ -10,7 +10,7 @@ import torch.distributed as dist
 from drafter_trainer.learn.membership import Members
 from paceline.speculators.packed import PackedRow
 
-_WORDS = ("stop", "snapshot", "save", "row")
+_WORDS = ("stop", "snapshot", "save", "join", "row")
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
 
@@ -19,7 +19,7 @@ def announce(word: str, members: Members, student: int = 0) -> None:
     """Rank 0: what comes next.
 
     "stop": nothing, the activation is over; "snapshot": one of that student (students.py); "save":
-    a checkpoint.
+    a checkpoint; "join": other members, as the next command says.
     """
     members.agree(_WORDS.index(word), student)
 
@@ -40,7 +40,7 @@ def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> P
 
 
 def receive(members: Members) -> tuple[int, PackedRow | str]:
-    """Other members: a student and its next row, or "stop", "snapshot" or "save"."""
+    """Other members: a student and its next row, or one of the other words."""
     index, student = members.agree(0, 0)
     return student, _receive_row() if _WORDS[index] == "row" else _WORDS[index]
 

@@ -2,7 +2,9 @@
 dropped, and why.
 
 A group counts sessions. A session is complete when all its branches are here
-(Trajectory.branch_count), and is trained whole or not at all.
+(Trajectory.branch_count), and is trained whole or not at all. A group ages as a unit: its long
+sessions are the first to be stale, so leaving out the stale ones alone would bias the mean that
+the others are compared with. A group may come from another draw than the step that trains it.
 
 The batcher acknowledges nothing that trained before it is told to (release): until
 checkpoints hold a step, its entries stay in Redis and can be replayed. It makes no tensors.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +30,8 @@ LEAST_SIBLINGS = 2
 """Sessions without which a group has nothing to compare, unless it was opened for one."""
 MAX_PENDING = 65_536
 """Trajectories held for later steps, of a few KB each; beyond it they stay unread in Redis."""
+ABANDONED = 8
+"""Policy versions beyond the bound after which a group that no step has asked for is given up."""
 _READ_COUNT = 256
 _log = get_logger(__name__)
 
@@ -65,6 +69,13 @@ class HeldTrajectory:
         """Policy version of the oldest token; None without generated tokens."""
         return min((span.policy_version for span in self.trajectory.version_spans), default=None)
 
+    def lag(self, policy_version: int) -> int:
+        """Policy versions between the oldest token and the given one; 0 without generated
+        tokens.
+        """
+        oldest = self.oldest_version
+        return policy_version - oldest if oldest is not None else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -78,6 +89,13 @@ class Batch:
     def trajectories(self) -> list[Trajectory]:
         """In batch order."""
         return [h.trajectory for h in self.held]
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Trajectories by the policy versions between their oldest token and the weights trained,
+        fewest first.
+        """
+        return dict(sorted(Counter(h.lag(self.record.policy_version) for h in self.held).items()))
 
 
 def _order(held: HeldTrajectory) -> tuple[int, str, int, str, int, str]:
@@ -237,14 +255,24 @@ class Batcher:
             )
 
     def _sessions(self, wanted: Wanted) -> dict[str, list[_Session]]:
-        """Sessions of each wanted group, complete or not."""
-        found: dict[str, dict[str, _Session]] = {group: {} for group, _ in wanted.groups}
+        """Sessions of each wanted group, complete or not. Of a group name that agents used again
+        those of its newest draw count.
+        """
+        names = dict.fromkeys(group for group, _ in wanted.groups)
+        found: dict[str, list[_Session]] = {group: [] for group in names}
+        for (group, _), sessions in sorted(self._draws(names).items()):
+            found[group] = sessions
+        return found
+
+    def _draws(self, names: Container[str] | None = None) -> dict[tuple[str, int], list[_Session]]:
+        """Sessions that are here by group (None: of all groups) and the step that drew them."""
+        found: dict[tuple[str, int], dict[str, _Session]] = {}
         for held in self._held.values():
-            group = held.trajectory.group_id
-            if group in found and held.trajectory.step == wanted.step:
-                session = found[group].setdefault(held.trajectory.key.session_id, _Session())
-                session.branches.append(held)
-        return {group: list(sessions.values()) for group, sessions in found.items()}
+            one = held.trajectory
+            if names is None or one.group_id in names:
+                sessions = found.setdefault((one.group_id, one.step), {})
+                sessions.setdefault(one.key.session_id, _Session()).branches.append(held)
+        return {draw: list(sessions.values()) for draw, sessions in found.items()}
 
     def _complete(self, wanted: Wanted) -> bool:
         sessions = self._sessions(wanted)
@@ -252,19 +280,12 @@ class Batcher:
             sum(one.complete for one in sessions[group]) >= size for group, size in wanted.groups
         )
 
-    def _stale(self, held: HeldTrajectory, policy_version: int) -> bool:
-        oldest = held.oldest_version
-        return oldest is not None and policy_version - oldest > self._max_staleness
-
     def _close(self, wanted: Wanted) -> Batch:
         choice = _Choice()
         sessions = self._sessions(wanted)
         for group, size in wanted.groups:
             self._close_group(sessions[group], size, wanted.policy_version, choice)
-        chosen = {h.entry_id for h in choice.trained} | set(choice.dropped)
-        for held in self._held.values():
-            if held.entry_id not in chosen and self._stale(held, wanted.policy_version):
-                choice.drop(held, "stale")
+        self._give_up(wanted, choice)
         order = sorted(choice.trained, key=_order)
         record = StepRecord(
             step=wanted.step,
@@ -275,26 +296,36 @@ class Batcher:
         )
         return _batch(record, order)
 
+    def _give_up(self, wanted: Wanted, choice: _Choice) -> None:
+        """Drops whole groups that nobody has asked for and that are long stale."""
+        asked = {group for group, _ in wanted.groups}
+        for (group, _), sessions in self._draws().items():
+            if group not in asked and _lag(sessions, wanted.policy_version) > (
+                self._max_staleness + ABANDONED
+            ):
+                for session in sessions:
+                    choice.drop_session(session, "stale")
+
     def _close_group(
         self, sessions: list[_Session], size: int, policy_version: int, choice: _Choice
     ) -> None:
-        """Trains the usable sessions if there are at least two; else the group is dropped under a
-        reason.
+        """Trains the usable sessions if there are at least two and no token of the group is stale;
+        else the group is dropped under a reason.
 
         A group opened for a single session needs no sibling. The size asked for does not tell: it
         leaves out sessions that ended without a reward.
         """
+        if _lag(sessions, policy_version) > self._max_staleness:
+            for session in sessions:
+                choice.drop_session(session, self._refusal(session) or "stale")
+            choice.groups["stale"] += 1
+            return
         usable: list[_Session] = []
         reason = "too_few_siblings" if sessions or size else "unscored"
         for session in sessions:
-            refused = self._refusal(session, policy_version)
+            refused = self._refusal(session)
             if refused:
                 reason = refused
-                if refused == "not_finite":
-                    NOT_FINITE.record(what="session")
-                    _log.warning(
-                        "session_not_finite", branch=str(session.branches[0].trajectory.key)
-                    )
                 choice.drop_session(session, refused)
             else:
                 usable.append(session)
@@ -310,7 +341,8 @@ class Batcher:
         for session in usable:
             choice.drop_session(session, "too_few_siblings")
 
-    def _refusal(self, session: _Session, policy_version: int) -> str:
+    @staticmethod
+    def _refusal(session: _Session) -> str:
         """Why a session is not trained; empty when it is. One bad branch drops all: half a session
         is not the attempt that earned the reward, and would weigh less than its siblings.
         """
@@ -319,10 +351,18 @@ class Batcher:
         if any(held.trajectory.reward is None for held in session.branches):
             return "unscored"
         if not all(held.trajectory.finite for held in session.branches):
+            NOT_FINITE.record(what="session")
+            _log.warning("session_not_finite", branch=str(session.branches[0].trajectory.key))
             return "not_finite"
-        return (
-            "stale" if any(self._stale(held, policy_version) for held in session.branches) else ""
-        )
+        return ""
+
+
+def _lag(sessions: Sequence[_Session], policy_version: int) -> int:
+    """Policy versions between the oldest token of the sessions and the given one; 0 without
+    tokens.
+    """
+    lags = [held.lag(policy_version) for session in sessions for held in session.branches]
+    return max(lags, default=0)
 
 
 def _batch(record: StepRecord, held: Sequence[HeldTrajectory]) -> Batch:

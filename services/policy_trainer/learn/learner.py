@@ -97,7 +97,9 @@ class Learner:
         sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device_type)
         for i, micro in enumerate(micro_batches):
             self.on_micro_batch(i + 1, len(micro_batches))
-            self.model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # type: ignore[operator]
+            last = i == len(micro_batches) - 1
+            # Until a sync every rank adds up whole gradients.
+            self.model.set_requires_gradient_sync(last or self.config.reshard_after_forward)  # type: ignore[operator]
             policy, entropy = self.model(micro)
             if len(proximal) <= i:
                 proximal.append(policy.detach())

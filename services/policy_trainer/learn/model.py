@@ -48,11 +48,15 @@ class PolicyModel(nn.Module):
         return list(self.lm.model.layers)
 
 
-def load_policy(directory: Path) -> PolicyModel:
+def load_policy(directory: Path, *, recompute: bool = False) -> PolicyModel:
     """The model of a Hugging Face directory in fp32 master weights, on the CPU.
 
-    Raises ConfigError when the directory holds no Llama, Qwen2 or Qwen3 checkpoint.
+    recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
+    1604.06174). Raises ConfigError when the directory holds no Llama, Qwen2 or Qwen3 checkpoint.
     """
     lm = load_causal_lm(directory, torch.float32)
     lm.config.use_cache = False
+    if recompute:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        lm.train()  # else transformers leaves it out; there is no dropout
     return PolicyModel(lm)

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.messages import trajectory_to_proto, versions_to_proto
-from paceline.rpc import EpochGuard
+from paceline.rpc import EpochGuard, Track
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
 from rollout_gateway.api.http.bodies import OUTLINE_BYTES, Outline, parse
@@ -27,6 +27,7 @@ from rollout_gateway.sessions.assignment import FailReason
 from rollout_gateway.sessions.registry import Ended
 from rollout_gateway.sessions.session import Caller, Grant, Session
 from rollout_gateway.sessions.view import tree_json
+from rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
 
@@ -66,7 +67,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> rpb.OpenSessionResponse:
         gateway, run_id = self._gateway, request.context.run_id
         if run_id:
-            self._guard.check(request.context)
+            self._guard.check(request.context, Track.ROLLOUTS)
         fields = {field.name: value for field, value in request.ListFields()}
         body = parse(OpenBody, {"trainable": request.trainable, **fields})
         gateway.admit()
@@ -130,7 +131,8 @@ class RolloutServicer(RolloutServiceServicer):
     async def RunTasks(
         self, request: rpb.RunTasksRequest, context: Any
     ) -> AsyncIterator[rpb.RunTasksResponse]:
-        self._guard.check(request.context)
+        self._guard.check(request.context, Track.ROLLOUTS)
+        await context.send_initial_metadata(())  # the call has its turn: the next may come
         activity, news = self._gateway.activity, self._runs.run(request)
         activity.begins(f"runs the tasks of step {request.context.step}")
         self._run_calls += 1  # one that takes over may begin before the last one has ended
@@ -146,14 +148,18 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def SetArm(self, request: rpb.SetArmRequest, context: Any) -> rpb.SetArmResponse:
         if request.context.run_id:
-            self._guard.check(request.context)
+            self._guard.check(request.context, Track.ROLLOUTS)
         await self._gateway.set_arm(request.arm)
         return rpb.SetArmResponse()
 
     async def ReleaseWorkers(
         self, request: rpb.ReleaseWorkersRequest, context: Any
     ) -> rpb.ReleaseWorkersResponse:
-        freed = await self._gateway.lending.release(request.context, request.workers)
+        drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
+        outlasts_s = request.outlasts_s or OUTLASTS_S
+        freed = await self._gateway.lending.release(
+            request.context, request.workers, drain_s, outlasts_s
+        )
         return rpb.ReleaseWorkersResponse(released_bytes=freed)
 
     async def ResumeWorkers(
@@ -162,6 +168,20 @@ class RolloutServicer(RolloutServiceServicer):
         back = await self._gateway.lending.resume(request.context)
         versions = versions_to_proto(self._gateway.weights.versions)
         return rpb.ResumeWorkersResponse(workers=back, versions=versions)
+
+    async def WatchTraffic(
+        self, request: rpb.WatchTrafficRequest, context: Any
+    ) -> AsyncIterator[rpb.WatchTrafficResponse]:
+        gateway = self._gateway
+        with gateway.expiry.listening():
+            await context.send_initial_metadata(())  # now it counts
+            async with aclosing(gateway.router.traffic.news()) as news:
+                async for waiting in news:
+                    yield rpb.WatchTrafficResponse(
+                        epoch=gateway.lending.epoch,
+                        requests=waiting.requests,
+                        workers=waiting.workers,
+                    )
 
     async def GetStatus(self, request: rpb.GetStatusRequest, context: Any) -> rpb.GetStatusResponse:
         gateway = self._gateway

@@ -82,6 +82,13 @@ class Request:
     stream: bool = False
     capture: bool = False
     forced_arm: str = ""
+    probe: bool = False  # its rounds teach the bandit nothing
+    response: tuple[int, ...] = ()  # [n] tokens said before, under whatever weights: it goes on
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Tokens that are there when it begins."""
+        return self.prompt + self.response
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class EngineLoad:
 
     running: int
     waiting: int
-    tokens_emitted: int
+    tokens_emitted: int  # but those of probes
     busy_s: float
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]

@@ -14,23 +14,24 @@ from rollout_gateway.workers.router import Router
 
 class IdleWorkers:
     """Inside the block a worker without a request for `after_s` seconds is released, and told of
-    once.
+    once, also when the block of another step has released it.
 
-    The last one stays, so that agents are always served. At the beginning all get requests again.
+    The last one stays, so that agents are always served. At the beginning all get requests again
+    but those that a trainer holds.
     """
 
     def __init__(self, router: Router, after_s: float) -> None:
         self._router = router
         self._after_s = after_s
-        self._kept = router.count
         self._lent: deque[int] = deque()
         self._news = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> IdleWorkers:
-        await self._router.loans.take_back()
+        self._router.loans.keep_spare()
         self._watchers = [
-            background(self._watch(index), f"idle worker {index}") for index in range(self._kept)
+            background(self._watch(index), f"idle worker {index}")
+            for index in range(self._router.count)
         ]
         return self
 
@@ -51,8 +52,9 @@ class IdleWorkers:
         # rest from before the block says nothing about the traffic inside it
         await asyncio.sleep(self._after_s)
         await self._router.idle_for(index, self._after_s)
-        if self._kept > 1:
-            self._kept -= 1
-            self._router.loans.release(index)
+        released = [seat.released for seat in self._router.seats]
+        if released[index] or released.count(False) > 1:
+            if not released[index]:
+                self._router.loans.spare(index)
             self._lent.append(index)
             self._news.set()

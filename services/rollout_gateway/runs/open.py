@@ -19,6 +19,7 @@ from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.idle import IdleWorkers
 from rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
 from rollout_gateway.runs.totals import Totals
+from rollout_gateway.runs.turns import StepTurns
 from rollout_gateway.sessions.open_groups import OpenGroup
 from rollout_gateway.sessions.samples import restamped
 
@@ -40,9 +41,10 @@ class OpenRuns:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._steps: OrderedDict[tuple[str, int], _Taken] = OrderedDict()
+        self._turns = StepTurns(gateway.agents.groups)
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
-        """Sessions of closed groups as they are taken, then the totals."""
+        """Closed groups with their sessions as they are taken, then the totals."""
         gateway, step = self._gateway, request.context.step
         agents = gateway.agents
         agents.open_step, agents.captures = step, gateway.captures if request.capture else None
@@ -50,17 +52,20 @@ class OpenRuns:
         taken = await self._taken(request)
         async with taken.turn:  # a caller that came back waits until the call before has let go
             for group_id, samples in list(taken.groups.items()):
-                for sample in totals.group(group_id, samples):
-                    yield rpb.RunTasksResponse(sample=sample)
-            async with IdleWorkers(gateway.router, gateway.config.release_after_s) as idle:
+                for news in totals.group(group_id, samples):
+                    yield news
+            async with (
+                IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
+                self._turns.taken(step) as turn,
+            ):
                 while len(taken.groups) < request.open_groups:
-                    await first_of(agents.groups.closed(), idle.lent(), gateway.weights.damaged())
+                    await first_of(turn.comes(), idle.lent(), gateway.weights.damaged())
                     while (worker := idle.pop()) is not None:
                         yield rpb.RunTasksResponse(share=totals.share(worker))
-                    if (group := agents.groups.pop()) is not None:
+                    if (group := turn.pop()) is not None:
                         samples = self._take(taken, group, step)
-                        for sample in totals.group(group.group_id, samples):
-                            yield rpb.RunTasksResponse(sample=sample)
+                        for news in totals.group(group.group_id, samples):
+                            yield news
 
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 

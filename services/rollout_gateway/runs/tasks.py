@@ -50,14 +50,15 @@ class TaskRuns:
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
-        """Samples as they end, each worker's end of its share, then the totals.
+        """Samples as they end, groups as they close, each worker's end of its share, then the
+        totals.
 
         Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
         trajectories pile up.
         """
         if request.open_groups and not request.tasks:
-            async with aclosing(self._open.run(request)) as news:
-                async for response in news:
+            async with aclosing(self._open.run(request)) as responses:
+                async for response in responses:
                     yield response
             return
 
@@ -79,10 +80,8 @@ class TaskRuns:
                 yield rpb.RunTasksResponse(share=share)
             async with aclosing(self._outcomes(jobs, records)) as outcomes:
                 async for sample in outcomes:
-                    yield rpb.RunTasksResponse(sample=sample)
-                    ended = totals.add(sample)
-                    if ended is not None:
-                        yield rpb.RunTasksResponse(share=ended)
+                    for news in totals.news(sample):
+                        yield news
             finished = await totals.closing(self._gateway)
             describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)

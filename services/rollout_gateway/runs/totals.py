@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.messages import stats_from_proto, stats_to_proto, versions_to_proto
 from paceline.trajectory import SpeculationStats
@@ -23,23 +23,52 @@ class Totals:
     def __init__(
         self, shares: Iterable[int], groups: Iterable[str], workers: int, started: float
     ) -> None:
-        """`shares`: the worker of each sample; `groups`: those to be trained; `started`: by the
-        loop's clock.
+        """`shares`: the worker of each sample; `groups`: of each sample that is to be trained;
+        `started`: by the loop's clock.
         """
         self._left = Counter(shares)
         self._workers = workers
         self._started = started
         self._shares = [rpb.ShareDone(worker_index=index) for index in range(workers)]
         self._stats = SpeculationStats()
-        self._scored = dict.fromkeys(groups, 0)  # sessions by group
+        self._siblings = Counter(groups)  # that have not ended, by group
+        self._scored = dict.fromkeys(self._siblings, 0)  # sessions by group
         self.finished = rpb.TasksFinished()
 
     def idle_shares(self) -> list[rpb.ShareDone]:
         """Workers that have nothing to do in this call."""
         return [share for share in self._shares if not self._left[share.worker_index]]
 
-    def add(self, sample: rpb.SampleFinished) -> rpb.ShareDone | None:
-        """Count a sample; the share it completes, if it does."""
+    def news(self, sample: rpb.SampleFinished) -> Iterator[rpb.RunTasksResponse]:
+        """Count a sample: tells of it, of its group when that closes, and of the share that it
+        completes.
+        """
+        share = self._shares[sample.worker_index]
+        self._add(sample)
+        yield rpb.RunTasksResponse(sample=sample)
+        if sample.group_id in self._siblings:
+            self._siblings[sample.group_id] -= 1
+            if not self._siblings[sample.group_id]:
+                yield self._closed(sample.group_id)
+        self._left[sample.worker_index] -= 1
+        if not self._left[sample.worker_index]:
+            yield rpb.RunTasksResponse(share=share)
+
+    def group(
+        self, group_id: str, samples: Sequence[rpb.SampleFinished]
+    ) -> Iterator[rpb.RunTasksResponse]:
+        """Count the sessions of one more group that is to be trained, which has closed; without any
+        nothing of it is.
+        """
+        if not samples:
+            return
+        self._scored.setdefault(group_id, 0)
+        for sample in samples:
+            self._add(sample)
+            yield rpb.RunTasksResponse(sample=sample)
+        yield self._closed(group_id)
+
+    def _add(self, sample: rpb.SampleFinished) -> None:
         share, finished = self._shares[sample.worker_index], self.finished
         share.samples += 1
         share.response_tokens += sample.response_tokens
@@ -51,20 +80,10 @@ class Totals:
         self._stats += stats_from_proto(sample.speculation)
         finished.speculation.CopyFrom(stats_to_proto(self._stats))
         finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
-        self._left[sample.worker_index] -= 1
-        return None if self._left[sample.worker_index] else share
 
-    def group(
-        self, group_id: str, samples: Sequence[rpb.SampleFinished]
-    ) -> Sequence[rpb.SampleFinished]:
-        """Count the sessions of one more group that is to be trained; without any nothing of it
-        is.
-        """
-        if samples:
-            self._scored.setdefault(group_id, 0)
-        for sample in samples:
-            self.add(sample)
-        return samples
+    def _closed(self, group_id: str) -> rpb.RunTasksResponse:
+        closed = rpb.ClosedGroup(group_id=group_id, scored_sessions=self._scored[group_id])
+        return rpb.RunTasksResponse(closed=closed)
 
     def share(self, worker: int) -> rpb.ShareDone:
         """What a worker whose slot is given away had done until now."""

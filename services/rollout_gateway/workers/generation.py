@@ -8,13 +8,15 @@ import time
 from collections.abc import AsyncIterator
 
 from paceline.errors import DataLoss, InternalError, PacelineError
+from paceline.messages import stats_from_proto, stats_to_proto
+from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway import metrics
 
 
 class Generation:
-    """Tokens of one request.
+    """Tokens of one request, over all its tries: each goes on from the tokens of those before.
 
     News wait in one merged chunk, so memory is bounded by the request's max_tokens.
     """
@@ -29,9 +31,11 @@ class Generation:
         self.rerun = rerun
         self.queued_s = time.perf_counter()
         self.ended_s = 0.0  # when its last chunk came; 0 before
-        self.tries = 0
-        self._given = 0  # tokens that earlier tries had given out
-        self._replayed = 0  # how many of them the present try has drawn again
+        self.tries = 0  # how often its worker was lost
+        # of the tries that have ended
+        self._speculation = SpeculationStats()
+        self._smallest_gap = math.inf
+        self._first_token_s = 0.0
         self.whole = pb.TokenChunk(request_id=request.request_id)
         self._news = pb.TokenChunk(request_id=request.request_id)
         self._wake = asyncio.Event()
@@ -52,42 +56,49 @@ class Generation:
         return max(self.ended_s - self.queued_s - self.whole.time_to_first_token_s, 0.0) / count
 
     def accept(self, chunk: pb.TokenChunk) -> None:
-        """Take news from the worker; after a restart, tokens given out before must come again and
-        are left out. Log-probs that are not finite end the request: nothing could be trained on
-        it, and no answer be trusted.
+        """Take news from the worker. Log-probs that are not finite end the request: nothing could
+        be trained on it, and no answer be trusted.
         """
         if not all(map(math.isfinite, chunk.behavior_logprobs)):
             metrics.NOT_FINITE.record()
             self.fail("the engine gave a log-prob that is no finite number", DataLoss)
-        elif self.tries and not self._leave_out_replayed(chunk):
-            self.fail(
-                "the worker was lost and its replacement drew other tokens (weights changed "
-                "meanwhile)"
-            )
         elif not self.finished:
+            if chunk.finish_reason:
+                self._count(chunk)
+                self._counters_to(chunk)
             self._push(chunk)
 
-    def _leave_out_replayed(self, chunk: pb.TokenChunk) -> bool:
-        """False when a repeated token differs from what was given out."""
-        seen = self.whole.token_ids
-        skip = min(len(chunk.token_ids), self._given - self._replayed)
-        if skip <= 0:
-            return True
-        same = list(chunk.token_ids[:skip]) == list(seen[self._replayed : self._replayed + skip])
-        self._replayed += skip
-        del chunk.token_ids[:skip], chunk.behavior_logprobs[:skip], chunk.top_logprobs[:skip]
-        spans = [span for span in chunk.version_spans if span.end > self._replayed]
-        del chunk.version_spans[:]
-        chunk.version_spans.extend(spans)
-        for span in chunk.version_spans:
-            span.start = max(span.start, self._replayed)
-        return same
+    def suspended(self, chunk: pb.TokenChunk) -> None:
+        """The engine has ended it before its end, and says what it had; the next try goes on from
+        there, under whatever weights serve then.
+        """
+        self._count(chunk)
+        for name in ("finish_reason", "speculation", "smallest_gap", "time_to_first_token_s"):
+            chunk.ClearField(name)  # those of the whole request come with its end
+        self.accept(chunk)
+        self._goes_on()
 
-    def restart(self) -> None:
-        """The worker is gone; the next try begins at the first token."""
+    def lost(self) -> None:
+        """The worker is gone; the next try goes on from the tokens that it had told."""
         self.tries += 1
-        self._given = len(self.whole.token_ids)
-        self._replayed = 0
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        said = self.request.response_token_ids
+        said.extend(self.whole.token_ids[len(said) :])
+
+    def _count(self, chunk: pb.TokenChunk) -> None:
+        self._speculation += stats_from_proto(chunk.speculation)
+        self._smallest_gap = min(self._smallest_gap, chunk.smallest_gap)
+        self._first_token_s = self._first_token_s or chunk.time_to_first_token_s
+
+    def _counters_to(self, chunk: pb.TokenChunk) -> None:
+        """Counters of the whole request instead of those of its last try."""
+        chunk.speculation.CopyFrom(stats_to_proto(self._speculation))
+        chunk.smallest_gap = self._smallest_gap
+        chunk.time_to_first_token_s = self._first_token_s
+        prompt = len(self.request.prompt_token_ids)
+        chunk.cached_prompt_tokens = min(chunk.cached_prompt_tokens, prompt)
 
     def fail(self, message: str, kind: type[PacelineError] = InternalError) -> None:
         """End with FINISH_REASON_ERROR, unless it has ended."""

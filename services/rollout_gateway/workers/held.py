@@ -9,22 +9,30 @@ from rollout_gateway.workers.generation import Generation
 
 
 class HeldRequests:
-    """At most `wait_s` seconds each; then they end as unavailable. For use on one event loop."""
+    """At most `wait_s` seconds each; then they end as unavailable. Those that only one worker may
+    answer, the samples of a RunTasks call, wait until it is back: the call has a deadline of its
+    own. For use on one event loop.
+    """
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._held: dict[int, tuple[Generation, asyncio.TimerHandle]] = {}
+        self._held: dict[int, tuple[Generation, asyncio.TimerHandle | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def add(self, generation: Generation) -> None:
         """Keep a request until somebody takes it."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._wait_s, self._late, generation)
+        timer = None
+        if generation.pinned is None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self._wait_s, self._late, generation)
         self._held[generation.request.request_id] = generation, timer
 
     def take(self, generation: Generation) -> bool:
         """Whether the request waited here; now it does not."""
         found = self._held.pop(generation.request.request_id, None)
-        if found is not None:
+        if found is not None and found[1] is not None:
             found[1].cancel()
         return found is not None
 

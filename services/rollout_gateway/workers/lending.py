@@ -1,7 +1,7 @@
 """Lends the workers' slots to trainers and takes them back, as the coordinator's leases say.
 
 A worker that is lent out gets no request and has given its memory back. Its requests end first, or
-begin again elsewhere; where all workers are lent they wait.
+are suspended and go on elsewhere; where all workers are lent they wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import (
     PacelineError,
     Unavailable,
 )
-from paceline.rpc import EpochGuard
+from paceline.rpc import EpochGuard, Track
 from paceline.telemetry import get_logger, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
@@ -30,7 +30,14 @@ from rollout_gateway.workers.placement import Seat
 from rollout_gateway.workers.process import WorkerProcess
 
 DRAIN_S = 5.0
-"""Seconds that the requests of a worker have to end before it is lent out."""
+"""Seconds that the requests of a worker have to end before it is lent out, where nobody says."""
+MOST_DRAIN_S = 3600.0
+
+OUTLASTS_S = 30.0
+"""Seconds that a lease is good without its coordinator, where that does not say: one that was
+killed is back sooner.
+"""
+MOST_OUTLASTS_S = 7 * 86_400.0
 
 log = get_logger(__name__)
 
@@ -70,18 +77,19 @@ class Loans:
         for generation in seat.take_unsent():
             self._place(generation)
 
-    async def lend(self, index: int) -> int:
+    async def lend(self, index: int, drain_s: float = DRAIN_S) -> int:
         """Have a worker give its memory back; returns bytes, 0 where it keeps it.
 
-        Its requests get DRAIN_S to end, then they begin again elsewhere, with the same tokens.
-        Raises DeadlineExceeded when they do not stop, and what the worker says.
+        Its requests get `drain_s` seconds to end; then they are suspended, and go on from their
+        tokens on another worker, or here when it is back. Raises DeadlineExceeded when they do not
+        stop, and what the worker says.
         """
         self.release(index)
         seat = self._seats[index]
-        if not await _ends_within(seat, DRAIN_S):
-            if seat.process is not None:
-                seat.moving.update(seat.live)  # the router has them begin again
-                asked = pb.AbortRequests(request_ids=sorted(seat.moving))
+        seat.spare = False
+        if not await _ends_within(seat, drain_s):
+            if seat.process is not None and (suspended := seat.suspend("lease")):
+                asked = pb.AbortRequests(request_ids=suspended)
                 seat.process.send(pb.WorkerCommand(abort=asked))
             if not await _ends_within(seat, self._deadline_s):
                 raise DeadlineExceeded(
@@ -91,22 +99,41 @@ class Loans:
             return 0
         seat.lent = True
         try:
-            return await self._free(seat.process) if seat.process is not None else 0
+            return await self.free(seat.process) if seat.process is not None else 0
         except Unavailable:
             return 0  # lost; the next one gives its memory back before it serves
 
     async def started(self, seat: Seat, process: WorkerProcess) -> None:
         """The process of a lent worker gives its memory back before it serves."""
         if seat.lent:
-            await self._free(process)
+            await self.free(process)
             if not seat.lent and self.on_return is not None:  # taken back meanwhile
                 await self.on_return(process)
 
-    async def _free(self, process: WorkerProcess) -> int:
+    async def free(self, process: WorkerProcess) -> int:
+        """A worker gives its memory back; returns bytes, 0 where it keeps it."""
         if Capability.RELEASE_MEMORY not in process.ready.capabilities:
             return 0
         command = pb.WorkerCommand(release_memory=pb.ReleaseMemory())
         return (await process.ask(command, self._deadline_s)).done.released_bytes
+
+    def spare(self, index: int) -> None:
+        """The worker has nothing to do: it is released, and a trainer may ask for it."""
+        self._seats[index].spare = True
+        self.release(index)
+
+    def keep_spare(self) -> None:
+        """Spare workers that no trainer has asked for get requests again."""
+        for seat in self._seats:
+            if seat.spare:
+                seat.spare = seat.released = False
+        self._place_held()
+
+    async def wake(self, process: WorkerProcess) -> None:
+        """A worker that has given its memory back takes it again. Raises what it says."""
+        if Capability.RELEASE_MEMORY in process.ready.capabilities:
+            command = pb.WorkerCommand(resume_memory=pb.ResumeMemory())
+            await process.ask(command, self._deadline_s)
 
     async def take_back(self) -> list[int]:
         """All released workers have their memory and get requests again; returns which they were.
@@ -116,10 +143,13 @@ class Loans:
         back = [seat for seat in self._seats if seat.released]
         await asyncio.gather(*(self._return(seat) for seat in back))
         for seat in back:
-            seat.released = False
+            seat.released = seat.spare = False
+        self._place_held()
+        return [seat.index for seat in back]
+
+    def _place_held(self) -> None:
         for generation in self._held.take_all():
             self._place(generation)
-        return [seat.index for seat in back]
 
     async def _return(self, seat: Seat) -> None:
         lent, seat.lent = seat.lent, False
@@ -156,6 +186,11 @@ class Lending:
         self._workers = workers
         self._guard = guard
         self._turn = asyncio.Lock()
+        self.outlasts_s: float | None = None
+        """Seconds that leases outlast their coordinator; None while no worker is lent."""
+        self.epoch = 0  # of the newest lease
+        self.on_lent: Callable[[], None] = lambda: None
+        """Called when workers were lent."""
 
     def take_up(self) -> None:
         """What was lent when the process before this one ended is lent still. Before workers start.
@@ -165,22 +200,38 @@ class Lending:
         if self._file is None or not self._file.exists():
             return
         try:
-            lent = [int(index) for index in json.loads(self._file.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            lent = [int(index) for index in found["workers"]]
+            outlasts_s, epoch = float(found["outlasts_s"]), int(found["epoch"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataLoss(
                 f"{self._file} does not say which workers are lent",
                 seen=str(error)[:120],
                 allowed="remove it when no trainer of the run is alive",
             ) from error
         self._loans.keep(index for index in lent if 0 <= index < self._workers)
+        self.epoch = epoch
+        self._lent_for(outlasts_s if self._loans.lent else None)
 
-    def _note(self, lent: Iterable[int]) -> None:
+    def _note(self, lent: Iterable[int], outlasts_s: float = 0.0) -> None:
         if self._file is not None:
-            write_whole(self._file, json.dumps(sorted(lent)))
+            noted = {"workers": sorted(lent), "outlasts_s": outlasts_s, "epoch": self.epoch}
+            write_whole(self._file, json.dumps(noted))
 
-    async def release(self, context: CommandContext, workers: Iterable[int]) -> dict[int, int]:
+    def _lent_for(self, outlasts_s: float | None) -> None:
+        self.outlasts_s = outlasts_s
+        self.on_lent()
+
+    async def release(
+        self,
+        context: CommandContext,
+        workers: Iterable[int],
+        drain_s: float = DRAIN_S,
+        outlasts_s: float = OUTLASTS_S,
+    ) -> dict[int, int]:
         """Bytes that each of the workers has given back, under a new lease of its slots.
 
+        drain_s: see Loans.lend; outlasts_s: for how long the lease is good without its coordinator.
         Raises StaleEpoch, InvalidInput for a worker that is not there, ResourceExhausted on a full
         disk, and what Loans.lend does.
         """
@@ -188,11 +239,20 @@ class Lending:
         if unknown := [index for index in wanted if index >= self._workers]:
             allowed = f"0..{self._workers - 1}"
             raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
+        if not 0 <= drain_s <= MOST_DRAIN_S:
+            raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
+        if not 0 < outlasts_s <= MOST_OUTLASTS_S:
+            allowed = f"above 0, at most {MOST_OUTLASTS_S:g} s"
+            raise InvalidInput("outlasts_s", seen=outlasts_s, allowed=allowed)
         async with self._turn:
-            self._guard.check(context)
-            self._note({*self._loans.lent, *wanted})
+            self._guard.check(context, Track.SLOTS)
+            self.epoch = context.epoch
+            self._note({*self._loans.lent, *wanted}, outlasts_s)
+            self._lent_for(outlasts_s)
             with span("workers.release", workers=wanted, epoch=context.epoch) as current:
-                freed = await asyncio.gather(*(self._loans.lend(index) for index in wanted))
+                freed = await asyncio.gather(
+                    *(self._loans.lend(index, drain_s) for index in wanted)
+                )
                 current.set_attribute("released_bytes", sum(freed))
         return dict(zip(wanted, freed, strict=True))
 
@@ -201,9 +261,23 @@ class Lending:
         ResourceExhausted on a full disk.
         """
         async with self._turn:
-            self._guard.check(context)
+            self._guard.check(context, Track.SLOTS)
+            self.epoch = context.epoch
             with span("workers.resume", epoch=context.epoch) as current:
                 back = await self._loans.take_back()
                 current.set_attribute("workers", back)
-            self._note(())
+            self._all_back()
         return back
+
+    async def expire(self, due: Callable[[], bool]) -> list[int]:
+        """Ends all leases without a command if that is still `due`; the workers that come back."""
+        async with self._turn:
+            if not due():
+                return []
+            back = await self._loans.take_back()
+            self._all_back()
+        return back
+
+    def _all_back(self) -> None:
+        self._note(())
+        self._lent_for(None)

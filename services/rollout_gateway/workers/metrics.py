@@ -40,7 +40,7 @@ class EngineMetrics:
     def ended(self, generation: Generation) -> None:
         """A request has ended."""
         whole, engine = generation.whole, self._engine
-        if not whole.token_ids:
+        if not whole.token_ids or generation.request.probe:
             return
         metrics.TIME_TO_FIRST_TOKEN.record(whole.time_to_first_token_s, engine=engine)
         if generation.time_per_output_token_s is not None:

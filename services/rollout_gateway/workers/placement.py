@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from paceline.rpc.progress import Activity
 from paceline.telemetry.trace import past_span
+from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.process import WorkerProcess
 
@@ -31,10 +32,14 @@ class Seat:
     index: int
     process: WorkerProcess | None = None  # None while it starts
     released: bool = False  # lent out, or about to be: gets no requests
+    spare: bool = False  # released since nothing ran there; no trainer has asked for it yet
     lent: bool = False  # its process has given its memory back, or does so as soon as it starts
     unsent: list[Generation] = field(default_factory=list)
     live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
-    moving: set[int] = field(default_factory=set)  # requests that go on elsewhere once they ended
+    # requests that go on from their tokens once the engine has ended them: why
+    moving: dict[int, str] = field(default_factory=dict)
+    # chunks of a worker whose weights are on trial; None: they go out as they come
+    withheld: list[pb.TokenChunk] | None = None
     idle_since_s: float | None = field(default_factory=time.monotonic)
     """time.monotonic() at which its last request ended; None while one is under way."""
     _busy_since_ns: int = 0
@@ -68,12 +73,20 @@ class Seat:
         self._rest()
         return waiting
 
+    def suspend(self, reason: str) -> list[int]:
+        """Requests that the process has; when it ends them they go on from their tokens."""
+        unsent = {generation.request.request_id for generation in self.unsent}
+        sent = sorted(self.live.keys() - unsent)
+        self.moving.update(dict.fromkeys(sent, reason))
+        return sent
+
     def clear(self) -> tuple[list[Generation], list[Generation]]:
         """Take all requests away; returns those that were sent and those that were not."""
         unsent = {id(generation) for generation in self.unsent}
         sent = [generation for generation in self.live.values() if id(generation) not in unsent]
         waiting, self.unsent, self.live = self.unsent, [], {}
         self.moving.clear()
+        self.withheld = None
         self._rest()
         return sent, waiting
 

@@ -1,7 +1,7 @@
 """Starts the engine workers, sends them requests, gives their tokens out, replaces the lost ones.
 
-A lost worker is replaced; its requests go to the replacement (or another worker) once, which is
-safe because seeds fix the tokens. What requests mean (sessions, rewards) is not known here.
+A lost worker is replaced; its requests go on from the tokens they had told on the replacement, or
+on another worker. What requests mean (sessions, rewards) is not known here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from rollout_gateway.workers.held import HeldRequests
 from rollout_gateway.workers.lending import Loans
 from rollout_gateway.workers.metrics import EngineMetrics
 from rollout_gateway.workers.placement import Seat, choose
+from rollout_gateway.workers.probes import Probes
 from rollout_gateway.workers.process import WorkerProcess
+from rollout_gateway.workers.waiting import WaitingTraffic
 
 MAX_TRIES = 3
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
@@ -74,19 +76,23 @@ class Router:
         on_rows: Callable[[RowArray], None],
         on_discard: Callable[[int], None],
         wait_s: float,
+        reclaim_after_s: float,
         heartbeat_s: float = LIMIT_S,
     ) -> None:
-        """wait_s: seconds that a request waits while all workers are lent out."""
+        """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
+        after which `traffic` tells of it.
+        """
         self._config = config
         self._settings = settings
         self._rows = rows
         self._on_rows = on_rows
-        self._on_discard = on_discard
+        self._on_discard = on_discard  # rows of a request whose next try gives them again
         self._heartbeat_s = heartbeat_s
         self._slots = [Seat(index) for index in range(count)]
         self._keepers: list[asyncio.Task[None]] = []
         self._flushing = False
         self._held = HeldRequests(wait_s)
+        self.traffic = WaitingTraffic(self._slots, self._held, config.max_batch, reclaim_after_s)
         self.loans = Loans(self._slots, self._held, config.command_deadline_s, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
@@ -95,6 +101,7 @@ class Router:
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
         self.evidence = EvidenceExchange()
+        self.probes = Probes(self._flush, self._deliver, self.abort)
 
     @property
     def count(self) -> int:
@@ -153,6 +160,7 @@ class Router:
         rerun False: it ends as unavailable when its worker is lost and no other serves.
         """
         generation = Generation(request, worker, rerun=rerun)
+        self.probes.note(request)
         self._place(generation, prefer)
         return generation
 
@@ -165,7 +173,7 @@ class Router:
             generation.accept(ended)
         if request_id not in slot.live:
             return
-        slot.moving.discard(request_id)
+        slot.moving.pop(request_id, None)
         if generation in slot.unsent or slot.process is None:
             if generation in slot.unsent:
                 slot.unsent.remove(generation)
@@ -192,6 +200,17 @@ class Router:
             *(process.ask(copy, deadline) for process, copy in zip(asked, copies, strict=True)),
             return_exceptions=True,
         )
+
+    async def commit(self, process: WorkerProcess, commit: pb.CommitWeights) -> None:
+        """Have a worker serve a set. Requests that it ends for it go on under the new policy.
+
+        Raises what WorkerProcess.ask does.
+        """
+        if commit.mode == pb.PAUSE_MODE_ABORT:
+            # Nothing is sent between this and the command: what is sent later is not ended.
+            self._slots[process.index].suspend("commit")
+        command = pb.WorkerCommand(commit_weights=commit)
+        await process.ask(command, self._config.command_deadline_s)
 
     async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
         """Load and statistics by worker; those that do not answer are left out. What they learned
@@ -223,8 +242,10 @@ class Router:
         slot = self._slots[pinned] if pinned is not None else choose(self._slots, prefer)
         if slot is None or slot.released:
             self._held.add(generation)
+            self.traffic.look()
             return
         slot.add(generation)
+        self.traffic.look()
         if not self._flushing:
             # Requests of one turn of the event loop leave in one message, so that the engine admits
             # them together.
@@ -249,20 +270,25 @@ class Router:
 
     def _deliver(self, slot: Seat, chunk: pb.TokenChunk) -> None:
         generation = slot.live.get(chunk.request_id)
-        if generation is None:
-            return
-        if chunk.request_id in slot.moving and chunk.finish_reason == tpb.FINISH_REASON_ABORT:
-            slot.moving.discard(chunk.request_id)
-            slot.end(chunk.request_id)
-            self._restart(generation)
-            self._place(generation)
+        if generation is None or self.probes.withholds(slot, generation, chunk):
             return
         metrics.TOKENS.record(len(chunk.token_ids))
-        generation.accept(chunk)
-        if generation.finished:
-            slot.moving.discard(chunk.request_id)
+        reason = slot.moving.get(chunk.request_id)
+        moves = reason is not None and chunk.finish_reason == tpb.FINISH_REASON_ABORT
+        if moves:
+            generation.suspended(chunk)
+        else:
+            generation.accept(chunk)
+        if moves or generation.finished:
+            slot.moving.pop(chunk.request_id, None)
             slot.end(chunk.request_id)
+        if generation.finished:
+            self.traffic.look()
             self.metrics.ended(generation)
+        elif moves:
+            metrics.REQUESTS_SUSPENDED.record(reason=str(reason))
+            self._on_discard(chunk.request_id)
+            self._place(generation)
 
     async def _start_first(self, slot: Seat) -> None:
         try:
@@ -353,7 +379,8 @@ class Router:
     def _requeue(self, slot: Seat) -> None:
         sent, unsent = slot.clear()
         for generation in sent:
-            self._restart(generation)
+            generation.lost()
+            self._on_discard(generation.request.request_id)
         for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
                 generation.fail(
@@ -363,10 +390,6 @@ class Router:
                 generation.fail("the engine is starting again; try later", Unavailable)
             else:
                 self._place(generation)
-
-    def _restart(self, generation: Generation) -> None:
-        generation.restart()
-        self._on_discard(generation.request.request_id)
 
     def _fail(self, slot: Seat, message: str, kind: type[PacelineError] = InternalError) -> None:
         for generations in slot.clear():

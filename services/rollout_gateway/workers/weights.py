@@ -14,7 +14,8 @@ from paceline.telemetry import get_logger, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
-from rollout_gateway.engines.nouns import Capability
+from rollout_gateway.config import CanaryConfig
+from rollout_gateway.workers.canary import Canary
 from rollout_gateway.workers.process import WorkerProcess
 from rollout_gateway.workers.router import Router
 
@@ -27,7 +28,8 @@ class WorkerWeights:
     replaced.
     """
 
-    def __init__(self, router: Router, spool: Spool) -> None:
+    def __init__(self, router: Router, spool: Spool, canary: CanaryConfig | None = None) -> None:
+        self._canary = Canary(router, spool, canary or CanaryConfig())
         self._router = router
         self._spool = spool
         self._swap = asyncio.Lock()  # a worker that starts never sees half a commit
@@ -66,9 +68,7 @@ class WorkerWeights:
         set, and what the worker says.
         """
         async with self._swap:
-            if Capability.RELEASE_MEMORY in process.ready.capabilities:
-                command = pb.WorkerCommand(resume_memory=pb.ResumeMemory())
-                await self._ask(process, command)
+            await self._router.loans.wake(process)
             answer = await self._ask(process, pb.WorkerCommand(get_health=pb.GetHealth()))
             served = versions_from_proto(answer.health.versions)
             if served != process.versions:
@@ -100,21 +100,29 @@ class WorkerWeights:
                         raise answer
 
     async def on_commit(self, versions: VersionSet, mode: int) -> None:
-        """Serve a set on every worker.
+        """Serve a set on every worker: on a canary first where there are two or more, then on all
+        others at once.
 
-        Raises only when no worker could, and then nothing has changed.
+        Raises WeightsError when the canary refuses the set, and what the workers say when none
+        could serve it; then nothing has changed.
         """
         with span(
             "weights.commit", seq=versions.seq, policy=versions.policy, drafter=versions.drafter
         ):
             async with self._swap:
-                processes = self._router.processes()
+                first = await self._canary.first(
+                    self._router.processes(),
+                    self.versions,
+                    versions,
+                    lambda process: self._commit_one(process, versions, mode),
+                )
+                processes = [one for one in self._router.processes() if one is not first]
                 answers = await asyncio.gather(
                     *(self._commit_one(process, versions, mode) for process in processes),
                     return_exceptions=True,
                 )
                 failures = [answer for answer in answers if isinstance(answer, BaseException)]
-                if failures and len(failures) == len(processes):
+                if first is None and failures and len(failures) == len(processes):
                     raise failures[0]
                 self.versions = versions
                 self._remember(versions.policy, self._spooled_hash(versions.policy))
@@ -152,7 +160,7 @@ class WorkerWeights:
             versions=versions_to_proto(versions),
             mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),
         )
-        await self._ask(process, pb.WorkerCommand(commit_weights=commit))
+        await self._router.commit(process, commit)
         process.versions = versions
         process.prepared -= {
             (pb.WEIGHT_TARGET_POLICY, versions.policy),

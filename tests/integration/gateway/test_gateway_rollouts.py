@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from counted import counted
+from integration.gateway.http_agent import SLOW, until_running
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
@@ -131,6 +132,54 @@ async def test_training_ends_with_the_scored_sessions_of_each_group_and_an_evalu
     closed = [(group.group_id, group.scored_sessions) for group in trained.closed_groups]
     assert closed == [("g-a", 3), ("g-b", 3)]
     assert not evaluated.closed_groups
+
+
+async def test_a_group_is_told_of_as_it_closes_before_the_others_have_ended(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway() as served:
+        news = await run_tasks(served.stub, served.tasks_request())
+    closed = [
+        (at, one.closed.group_id)
+        for at, one in enumerate(news)
+        if one.WhichOneof("event") == "closed"
+    ]
+    ends = [(at, one.sample.group_id) for at, one in enumerate(news) if one.HasField("sample")]
+    assert sorted(group for _, group in closed) == ["g-a", "g-b"]
+    for at, group in closed:
+        assert max(end for end, ended in ends if ended == group) == at - 1
+    assert closed[0][0] < ends[-1][0]
+    assert {one.closed.scored_sessions for one in news if one.HasField("closed")} == {2}
+
+
+async def test_calls_of_several_steps_run_at_once_and_each_speaks_of_its_own_alone(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script |= SLOW
+    async with serve_gateway(engine={"workers": 2}) as served:
+        requests = [served.tasks_request(step=step, samples_per_task=2 + step) for step in (3, 4)]
+        for request in requests:
+            request.sampling.max_tokens = 150
+            request.sampling.ignore_eos = True
+            for task in request.tasks:
+                task.group_id = f"s{request.context.step}.{task.task_id}"
+        calls = asyncio.gather(*(run_tasks(served.stub, request) for request in requests))
+        await until_running(served, 22)  # (5 + 6) samples of two tasks: all of both steps
+        told = await calls
+    for request, news in zip(requests, told, strict=True):
+        size, groups = request.samples_per_task, [task.group_id for task in request.tasks]
+        assert len(samples(news)) == 2 * size
+        assert {one.sample.group_id for one in news if one.HasField("sample")} == set(groups)
+        assert {one.sample.session_id for one in news if one.HasField("sample")} == {
+            f"{request.context.step}-{task}-{index}" for task in "ab" for index in range(size)
+        }
+        shares = [one.share for one in news if one.HasField("share")]
+        assert sorted((one.worker_index, one.samples) for one in shares) == [(0, size), (1, size)]
+        closed = [one.closed for one in news if one.WhichOneof("event") == "closed"]
+        totals = news[-1].finished
+        assert [group.group_id for group in totals.closed_groups] == groups
+        assert sorted(closed, key=lambda one: one.group_id) == list(totals.closed_groups)
+        assert totals.response_tokens == 2 * size * 150
 
 
 async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integration.gateway.http_agent import loads
 
 from paceline.errors import InvalidInput, StaleEpoch, WeightsError
 from paceline.local.patience import patient
@@ -129,18 +130,48 @@ async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> Non
             await commit(served, VersionSet(1, 1, 0))
 
 
-async def test_abort_mode_ends_running_requests(serve_gateway: Any, script: dict[str, Any]) -> None:
+async def test_abort_mode_ends_running_requests_and_they_go_on_under_the_new_policy(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway() as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=100, seed=1, ignore_eos=True)
+        request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
+        call = served.stub.Generate(request, timeout=patient(20)).__aiter__()
+        first = await anext(call)
+        await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)
+        chunks = [first.chunk] + [piece.chunk async for piece in call]
+        assert chunks[-1].finish_reason == tpb.FINISH_REASON_LENGTH
+        spans = [span for chunk in chunks for span in chunk.version_spans]
+        assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+        assert (spans[0].policy_version, spans[-1].policy_version) == (0, 1)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == spans[-1].end == 100
+
+
+async def test_a_caller_that_leaves_while_a_commit_aborts_is_not_brought_back(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
-        call = served.stub.Generate(
-            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=patient(20)
-        ).__aiter__()
-        await anext(call)
-        await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)
-        chunks = [piece.chunk async for piece in call]
-        assert chunks[-1].finish_reason == tpb.FINISH_REASON_ABORT
+        request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
+        call = served.stub.Generate(request, timeout=patient(20))
+        await anext(call.__aiter__())
+        committing = asyncio.create_task(commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT))
+        call.cancel()
+        await committing
+        async with asyncio.timeout(patient(10)):
+            while sum(await loads(served)):
+                pass
+
+
+async def test_a_pause_mode_that_does_not_exist_is_refused(serve_gateway: Any) -> None:
+    async with serve_gateway() as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        with pytest.raises(InvalidInput, match="no such pause mode; seen: 9"):
+            await commit(served, VersionSet(1, 1, 0), 9)
 
 
 def lease(epoch: int) -> tpb.CommandContext:

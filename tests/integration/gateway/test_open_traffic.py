@@ -201,9 +201,7 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
             await until_running(served, 1)
             (worker,) = [index for index, load in enumerate(await loads(served)) if load]
             async with task_run(served, step_request(served, step)) as told:
-                async with asyncio.timeout(patient(10)):
-                    while len(shares_of(told)) < 2:
-                        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+                await until_shares(served, told, 2)
                 assert sorted([worker, *shares_of(told)]) == [0, 1, 2]
                 assert not busy.done()
                 others = [await opened(served) for _ in range(4)]
@@ -222,6 +220,40 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
             shares = [event.share for event in told if event.HasField("share")]
             assert all(0.2 <= share.elapsed_s < 10 for share in shares)
             assert samples_of(told)[agent.id].worker_index == worker
+
+
+async def test_the_earliest_of_the_steps_that_collect_gets_the_next_group(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = redis_keys(redis_url, run_id)
+    async with (
+        serve_gateway(engine={"workers": 3}, **keys, release_after_s=0.05) as served,
+        task_run(served, step_request(served, 5)) as later,
+    ):
+        await until_shares(served, later, 2)
+        async with task_run(served, step_request(served, 4, groups=2)) as earlier:
+            await until_shares(served, earlier, 2)
+            for name in ("one", "two"):
+                await finished(served, name, 1, [1.0])
+        assert closed_of(earlier) == told_closed(earlier) == [("one", 1), ("two", 1)]
+        assert not samples_of(later)
+        await finished(served, "three", 1, [1.0])
+        found = await stream_of(redis_client, run_id, 3)
+    assert closed_of(later) == told_closed(later) == [("three", 1)]
+    assert {one.group_id: one.step for one in found} == {"one": 4, "two": 4, "three": 5}
+    assert len(set(shares_of(later))) == len(set(shares_of(earlier))) == 2
+
+
+def told_closed(told: list[Any]) -> list[tuple[str, int]]:
+    """Groups in the order in which they were told of."""
+    closed = [event.closed for event in told if event.WhichOneof("event") == "closed"]
+    return [(group.group_id, group.scored_sessions) for group in closed]
+
+
+async def until_shares(served: Any, told: list[Any], count: int) -> None:
+    async with asyncio.timeout(patient(10)):
+        while len(shares_of(told)) < count:
+            await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
 
 
 async def test_a_caller_that_leaves_an_open_step_loses_no_group(

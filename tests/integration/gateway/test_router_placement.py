@@ -22,7 +22,6 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.workers import lending
 from rollout_gateway.workers.router import Router
 from rollout_gateway.workers.weights import WorkerWeights
 
@@ -59,6 +58,7 @@ def serve_router(tmp_path: Path) -> Serve:
             lambda _: None,
             lambda _: None,
             wait_s,
+            config.reclaim_after_s,
         )
         weights = WorkerWeights(router, Spool(tmp_path, initial={}))
         router.loans.on_return = weights.take_memory
@@ -202,18 +202,22 @@ SLOW = {
 }
 
 
+@pytest.mark.parametrize("drain_s", [0.1, 0.0])
 @pytest.mark.parametrize("others", [True, False], ids=["another serves", "all are lent"])
 async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same_tokens(
-    serve_router: Serve, monkeypatch: pytest.MonkeyPatch, *, others: bool
+    serve_router: Serve, drain_s: float, *, others: bool
 ) -> None:
-    monkeypatch.setattr(lending, "DRAIN_S", 0.1)
     async with serve_router("scripted", SLOW) as router:
         expected = (await ended(router, request(1, [5], max_tokens=60)))[1].token_ids
         generation = router.submit(request(2, [5], max_tokens=60), prefer=0)
         generation.request.sampling.seed = 1
         await anext(generation.chunks())
         lent = [0] if others else [0, 1]
-        assert min(await asyncio.gather(*map(router.loans.lend, lent))) > 0
+        freed = await asyncio.gather(*(router.loans.lend(one, drain_s) for one in lent))
+        assert min(freed) > 0
+        kept = list(generation.request.response_token_ids)
+        assert 0 < len(kept) < 60
+        assert kept == list(expected[: len(kept)])
         assert not any(router._slots[index].live for index in lent)
         if not others:
             await router.loans.take_back()
@@ -222,7 +226,8 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
                 pass
         assert generation.whole.finish_reason == tpb.FINISH_REASON_LENGTH
         assert list(generation.whole.token_ids) == list(expected)
-        assert (generation.worker_index, generation.tries) == (1 if others else 0, 1)
+        assert (generation.worker_index, generation.tries) == (1 if others else 0, 0)
+        assert sum(span.end - span.start for span in generation.whole.version_spans) == 60
 
 
 async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_comes_back(

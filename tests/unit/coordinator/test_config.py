@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import CoordinatorConfig
+from paceline.config import load_config
 from paceline.errors import ConfigError
 
 
@@ -93,3 +94,23 @@ def test_combinations_that_cannot_work_are_refused_with_the_setting_to_change(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         CoordinatorConfig.model_validate(keys).check()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["max_policy_lag=1"], "schedule=sync; seen: 1; allowed: 0"),
+        (["schedule=one_step_off", "max_policy_lag=2"], "one_step_off; seen: 2; allowed: 1"),
+        (["schedule=fully_async", "max_policy_lag=0"], "fully_async; seen: 0; allowed: >= 1"),
+        (["placement=disaggregated"], "disaggregated; seen: 0; allowed: >= 1"),
+        (["learner_slots=1"], "colocated; seen: 1; allowed: 0"),
+        (["schedule=one_step_off", "drafter_schedule=serial"], "a serial drafter"),
+        (["schedule=fully_async", "max_groups_in_flight=3"], "seen: 3; allowed: 0, or at least"),
+    ],
+)
+def test_schedules_and_placements_that_contradict_other_settings_are_refused(
+    words: list[str], says: str
+) -> None:
+    config = load_config(CoordinatorConfig, "coordinator", [], ["tasks_path=t.jsonl", *words])
+    with pytest.raises(ConfigError, match=says):
+        config.check()

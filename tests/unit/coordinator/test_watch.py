@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.machine import events
-from coordinator.machine.state import Phase, State
+from coordinator.machine.state import DrawnStep, Phase, RolloutTrack, State
 from coordinator.watch import AcceptanceWatch
 from paceline.trajectory import VersionSet
 
@@ -42,9 +42,13 @@ def test_only_finished_rollouts_of_the_running_step_are_taken() -> None:
     watch = AcceptanceWatch(0.3)
     good = {"trained_round_tokens": 300, "trained_rounds": 100}
     worse = {"trained_round_tokens": 200, "trained_rounds": 100}
-    first = State(phase=Phase.ROLLOUT, phase_epoch=1, versions=VersionSet(1, 1, 1))
-    second = State(phase=Phase.ROLLOUT, phase_epoch=2, versions=VersionSet(2, 2, 2))
-    late = State(phase=Phase.POLICY, phase_epoch=2, versions=VersionSet(2, 2, 2))
+
+    def rolling_out(version: int, *, called: bool = True) -> State:
+        draws = (DrawnStep(0, 0, epoch=version, called=called),)
+        versions = VersionSet(version, version, version)
+        return State(phase=Phase.RUNNING, rollouts=RolloutTrack(draws=draws), versions=versions)
+
+    first, second, late = rolling_out(1), rolling_out(2), rolling_out(2, called=False)
     assert watch.observe(first, events.TasksFinished(1.0, 1, good)) is None
     assert watch.observe(late, events.TasksFinished(2.0, 1, worse)) is None
     assert watch.observe(second, events.TasksFinished(2.5, 1, worse)) is None, "of a former call"

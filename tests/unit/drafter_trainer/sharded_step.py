@@ -33,22 +33,36 @@ ROWS = 6  # of an optimiser step
 def activate(
     learner: DrafterLearner,
     membership: Membership,
-    ranks: int,
-    rows: list[PackedRow],
+    pieces: list[tuple[int, list[PackedRow]]],
     head: PolicyHead,
 ) -> float:
-    """Learns the rows on so many ranks and leaves; returns the loss summed over this rank's
-    positions.
+    """Learns rows on so many ranks, then the next rows on the ranks that join these, and leaves;
+    returns the loss summed over this rank's positions.
     """
-    members, loss = membership.join(range(ranks)), 0.0
-    learner.attach(members)
+    loss = 0.0
+    for place, (ranks, rows) in enumerate(pieces):
+        assert membership.agreed(running=dist.get_rank() == 0)
+        members = membership.join(range(ranks))
+        learner.attach(members)
+        last = place == len(pieces) - 1
+        loss += learn(learner, ranks, rows, head, then="stop" if last else "join")
+    learner.offload()
+    learner.members.meet()
+    return loss
+
+
+def learn(
+    learner: DrafterLearner, ranks: int, rows: list[PackedRow], head: PolicyHead, *, then: str
+) -> float:
+    """Learns the rows until rank 0 announces what comes `then`; this rank's summed loss."""
+    members, loss = learner.members, 0.0
     if dist.get_rank() == 0:
         for first in range(0, len(rows), ranks):
             result = learner.micro_step(
                 sharing.hand_out(rows[first : first + ranks], members, STUDENT), head
             )
             loss += result.loss * result.positions
-        sharing.announce("stop", members)
+        sharing.announce(then, members)
     elif members.takes_part:
         while not isinstance((told := sharing.receive(members))[1], str):
             student, row = told
@@ -57,8 +71,7 @@ def activate(
             assert row.lm_head_hash == head.hash
             result = learner.micro_step(row, head)
             loss += result.loss * result.positions
-    learner.offload()
-    members.meet()
+        assert told[1] == then
     return loss
 
 
@@ -101,8 +114,8 @@ def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner)
     writer.wait()
 
 
-def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
-    """`plan`: ranks and rows of each activation.
+def main(samples: Path, out: Path, plan: list[list[tuple[int, int]]]) -> None:
+    """`plan`: ranks and rows of each activation, and after those of the ranks that join it.
 
     A checkpoint is written after the first, beside `out`.
     """
@@ -123,12 +136,15 @@ def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
     ]
     found: dict[str, Tensor] = {}
     loss, given = 0.0, 0
-    for ranks, count in plan:
-        loss += activate(learner, membership, ranks, rows[given : given + count], head)
-        if given == 0:
+    for number, activation in enumerate(plan):
+        pieces = []
+        for ranks, count in activation:
+            pieces.append((ranks, rows[given : given + count]))
+            given += count
+        loss += activate(learner, membership, pieces, head)
+        if number == 0:
             found |= figures(learner, loss, "first")
             write_beside_a_collective(writer, learner)
-        given += count
     found |= figures(learner, loss, "last")
     if dist.get_rank() == 0:
         save_file(found, out)

@@ -13,6 +13,8 @@ from paceline.ranks.messages import Doing, Impaired, Save, Saved
 CONTENDER = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [
     m.Activate(3, 1, 2, 0, "00-ab-cd-01", {"eagle:3_1_4": 1.5}),
+    m.Join(4, [0, 2]),
+    m.SlotsJoined(4, 2, 2),
     m.Preempt(3),
     m.NewHead(4, "/spool/policy_head-4"),
     m.Serving(4, 2),

@@ -23,14 +23,17 @@ from paceline.speculators.eagle.net import EagleNet
 from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 
 HERE = Path(__file__).parent
-ALONE = [(1, ROWS), (1, 2 * ROWS)]
-COMING_AND_GOING = [(3, ROWS), (1, 2), (2, 4), (3, 3), (1, 3)]
+Plan = list[list[tuple[int, int]]]
+ALONE: Plan = [[(1, ROWS)], [(1, 2 * ROWS)]]
+COMING_AND_GOING: Plan = [[(3, ROWS)], [(1, 2)], [(2, 4)], [(3, 3)], [(1, 3)]]
 """Ranks and rows of each activation; from the second on each ends in the middle of a step or begins
 there.
 """
+JOINING: Plan = [[(1, 1), (2, 2), (3, 3)], [(1, 6), (2, 2), (3, 3)], [(1, 1)]]
+"""Ranks that join while it trains: in the middle of a step, between two steps, in the middle."""
 
 
-def run(out: Path, world_size: int, plan: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+def run(out: Path, world_size: int, plan: Plan) -> dict[str, torch.Tensor]:
     """Carries the plan out in `world_size` real gloo processes."""
     shared = {
         "WORLD_SIZE": world_size,
@@ -122,7 +125,17 @@ def test_three_ranks_step_as_one_and_as_plain_torch(
 def test_ranks_that_come_and_go_in_the_middle_of_a_step_change_nothing(
     alone: dict[str, torch.Tensor], together: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
-    one, many = alone, together[1]
+    same_learning(alone, together[1])
+
+
+def test_ranks_that_join_while_others_train_change_nothing(
+    alone: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    same_learning(alone, run(tmp_path / "out", 3, JOINING))
+
+
+def same_learning(one: dict[str, torch.Tensor], many: dict[str, torch.Tensor]) -> None:
+    """Weights, moments, steps, losses and positions."""
     assert one["last.figures"][0] == many["last.figures"][0] == 3
     assert one["last.figures"][2] == many["last.figures"][2] > one["first.figures"][2]
     assert relative(many["last.figures"], one["last.figures"]) < 1e-5

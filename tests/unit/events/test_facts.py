@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,10 @@ from paceline.errors import ConfigError, DeadlineExceeded
 from paceline.events import FactPublisher, FactSubscriber
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.v1.coordinator_pb2 import Fact, StepBegan
+from paceline.v1.coordinator_pb2 import Fact, RunFinished, StepBegan
+
+MESSAGES_OF_A_SECOND = 10_000
+"""More than a coordinator sends: each takes a durable write and a tenth of a millisecond."""
 
 
 class Gaps(list[tuple[int, int]]):
@@ -55,6 +58,72 @@ async def test_facts_arrive_numbered_and_in_order(publisher: FactPublisher, addr
     assert [fact.step_began.samples for fact in heard] == [0, 1, 2, 3, 4]
     assert [fact.sequence for fact in heard] == [first.sequence + n for n in range(1, 6)]
     assert gaps == []
+
+
+async def test_facts_published_together_arrive_one_by_one_under_numbers_of_their_own(
+    publisher: FactPublisher, address: str
+) -> None:
+    gaps = Gaps()
+    with FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        first = await _connected(publisher, subscriber)
+        gaps.clear()
+        facts = [Fact(step_began=StepBegan(samples=n)) for n in range(3)]
+        assert await publisher.publish(*facts) == first.sequence + 3
+        assert await publisher.publish(*facts[:2]) == first.sequence + 5
+        heard = [await subscriber.next(patient(5)) for _ in range(5)]
+    assert [fact.step_began.samples for fact in heard] == [0, 1, 2, 0, 1]
+    assert [fact.sequence for fact in heard] == [first.sequence + n for n in range(1, 6)]
+    assert (gaps, [fact.sequence for fact in facts]) == ([], [0, 0, 0])
+
+
+async def test_who_joins_hears_of_all_that_was_published_together_before(address: str) -> None:
+    gaps = Gaps()
+    with (
+        FactPublisher(address, "run-a") as publisher,
+        FactSubscriber(address, "run-a", gaps.note) as subscriber,
+    ):
+        await publisher.publish(Fact(), Fact(), Fact())
+        first = await _connected(publisher, subscriber)
+    assert (first.sequence > 3, gaps) == (True, [(1, first.sequence - 1)])
+
+
+async def test_who_reads_once_a_second_misses_nothing_of_a_second(
+    publisher: FactPublisher, address: str
+) -> None:
+    gaps = Gaps()
+    with FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        first = await _connected(publisher, subscriber)
+        gaps.clear()
+        for n in range(MESSAGES_OF_A_SECOND - 1):
+            last = await publisher.publish(*(Fact(at_s=n) for _ in range(1 + n % 3)))
+        while (heard := (await subscriber.next(patient(5))).sequence) < last:
+            pass
+    assert (heard, gaps) == (last, [])
+    assert last - first.sequence == 2 * (MESSAGES_OF_A_SECOND - 1)
+
+
+async def test_who_reads_too_seldom_sees_each_gap_and_hears_all_the_rest(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.events.FACTS_QUEUED", 20)
+    gaps, large = Gaps(), Fact(run_finished=RunFinished(failure="x" * 200_000))
+    with (
+        FactPublisher(address, "run-a") as publisher,
+        FactSubscriber(address, "run-a", gaps.note) as subscriber,
+    ):
+        heard = [(await _connected(publisher, subscriber)).sequence]
+        gaps.clear()
+        for _ in range(200):
+            dropped = await publisher.publish(large, Fact())
+        while heard[-1] <= dropped:  # until one comes through that is told after them
+            with suppress(DeadlineExceeded):
+                heard.append((await subscriber.next(0.05)).sequence)
+                continue
+            await publisher.publish(Fact())
+    missed = [number for first, last in gaps for number in range(first, last + 1)]
+    assert len(missed) >= 100
+    assert sorted(heard + missed) == list(range(heard[0], heard[-1] + 1))
+    assert heard == sorted(heard)
 
 
 async def test_a_late_subscriber_is_told_what_it_missed(

@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from random_models import save_random
+from torch import Tensor
+from transformers import Qwen2Config
+from typer.testing import CliRunner
 
 from paceline.cli import plan
+from paceline.cli.main import app
 from paceline.cli.plan import plan_run
 from paceline.errors import ConfigError
 from paceline.local import memory_plan
-from paceline.local.memory_plan import RunPlan
-from paceline.models.config import ModelConfig
+from paceline.local.memory_plan import RunPlan, ServicePlan
+from paceline.models.config import ModelConfig, read_config
+from policy_trainer.learn.model import load_policy
 
 DEMO = Path(__file__).parents[3] / "examples/demo"
 SGLANG = Path(__file__).parents[3] / "examples/sglang/qwen2.5-7b-8gpus.toml"
@@ -38,24 +45,67 @@ def run_plan(*, ranks: int, saver: bool) -> RunPlan:
     engine = memory_plan.sglang_plan(
         QWEN_7B, workers=4, tensor_parallel=2, item=2, pool=32 * GIB, saver=saver
     )
-    policy = memory_plan.policy_plan(QWEN_7B, ranks=ranks, reshard=False)
-    return RunPlan(engine, policy, memory_plan.drafter_plan(QWEN_7B, ranks=8))
+    drafter = memory_plan.drafter_plan(QWEN_7B, ranks=8, tokens=1024)
+    return RunPlan(engine, policy_plan(ranks=ranks, reshard=True), drafter)
+
+
+def policy_plan(
+    *, ranks: int = 8, tokens: int = 512, reshard: bool = False, recompute: bool = False
+) -> ServicePlan:
+    return memory_plan.policy_plan(
+        QWEN_7B, ranks=ranks, tokens=tokens, reshard=reshard, recompute=recompute
+    )
 
 
 def test_a_plan_counts_every_byte_of_a_rank() -> None:
-    policy = memory_plan.policy_plan(QWEN_7B, ranks=8, reshard=False)
     share = 4 * memory_plan.parameters(QWEN_7B) // 8
-    assert policy.parts == {
+    assert policy_plan(tokens=100).parts == {
         "weights": share,
         "gradients": share,
         "optimizer": 2 * share,
-        "gathered": 8 * share,
+        "gathered": 2 * 8 * share,  # weights and gradients, whole
+        "activations": 4 * 100 * 28 * memory_plan.layer_activations(QWEN_7B),
+        "logits": 4 * 4 * 100 * 152_064,
     }
-    assert memory_plan.policy_plan(QWEN_7B, ranks=1, reshard=False).parts["gathered"] == 0
-    resharded = memory_plan.policy_plan(QWEN_7B, ranks=8, reshard=True)
-    assert resharded.parts["gathered"] == 4 * memory_plan.layer_parameters(QWEN_7B)
+    assert policy_plan(ranks=1).parts["gathered"] == 0
+    layer = memory_plan.layer_parameters(QWEN_7B)
+    units = 2 * (2 * 152_064 * 3584) + 3 * layer
+    assert policy_plan(reshard=True).parts["gathered"] == 4 * units
+    inputs = 28 * 3584 + memory_plan.layer_activations(QWEN_7B)
+    assert policy_plan(tokens=100, recompute=True).parts["activations"] == 4 * 100 * inputs
     keys = memory_plan.embedded_plan(QWEN_7B, workers=1, slots=3, tokens=10, item=2, saver=False)
     assert keys.parts["keys and values"] == 2 * 3 * 10 * 28 * 2 * 4 * 128
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_what_autograd_keeps_of_a_layer(
+    tmp_path: Path, family: str, *, recompute: bool
+) -> None:
+    """Of 200 tokens in three layers less in two, so that embedding and final norm fall out."""
+    kept = []
+    for layers in (2, 3):
+        save_random(tmp_path / str(layers), family, hidden_size=64, num_hidden_layers=layers)
+        kept.append(kept_bytes(tmp_path / str(layers), recompute=recompute))
+    model = read_config(tmp_path / "3")
+    numbers = model.hidden_size if recompute else memory_plan.layer_activations(model)
+    assert kept[1] - kept[0] == pytest.approx(4 * 200 * numbers, rel=0.02)
+
+
+def kept_bytes(directory: Path, *, recompute: bool) -> int:
+    """Storages that the backward of a forward of 200 tokens reads, without the weights'."""
+    policy = load_policy(directory, recompute=recompute)
+    weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    positions = torch.arange(200)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.lm.model(input_ids=positions % 64, position_ids=positions, use_cache=False)
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 
 def test_what_shares_a_gpu_fits_when_the_engine_gives_its_memory_back() -> None:
@@ -67,10 +117,8 @@ def test_what_shares_a_gpu_fits_when_the_engine_gives_its_memory_back() -> None:
 
 
 def test_a_plan_that_cannot_fit_a_gpu_is_refused_with_whose_turn_and_both_sizes() -> None:
-    with pytest.raises(
-        ConfigError, match=r"too small for the turn of policy_trainer: .*seen: [\d,]+ MiB"
-    ):
-        run_plan(ranks=2, saver=True).check(80 * GIB)
+    with pytest.raises(ConfigError, match=r"too small for the turn of gateway: .*seen: [\d,]+ MiB"):
+        run_plan(ranks=2, saver=True).check(64 * GIB)
     with pytest.raises(ConfigError, match=r"allowed: 40,960 MiB, with another model"):
         run_plan(ranks=8, saver=False).check(40 * GIB)
 
@@ -95,6 +143,21 @@ def test_the_policy_has_a_rank_a_slot(
 def planned(*overrides: str) -> plan.Checked:
     model = f"gateway.model={DEMO / 'policy_start'}"
     return plan_run([DEMO / "demo.toml"], [model, "gateway.engine.workers=2", *overrides])
+
+
+def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    apart = ("placement=disaggregated", "learner_slots=1", "schedule=fully_async")
+    chosen = planned(*(f"coordinator.{one}" for one in (*apart, "max_policy_lag=3"))).overrides
+    assert chosen == ["policy_trainer.ranks=1", "policy_trainer.max_staleness=3"]
+    asynchronous = "coordinator.schedule=one_step_off"
+    assert planned(asynchronous, "policy_trainer.max_staleness=2").overrides == [
+        "policy_trainer.ranks=2"
+    ]
+    with pytest.raises(ConfigError, match="drops groups that the coordinator lets grow older"):
+        planned(asynchronous, "policy_trainer.max_staleness=0")
 
 
 def test_the_demo_has_a_line_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +191,53 @@ def test_the_run_on_eight_gpus_trains_its_policy_on_all_of_them(
 ) -> None:
     monkeypatch.setattr(plan, "gpu_bytes", lambda: [80 * GIB] * 8)
     assert plan_run([SGLANG], []).overrides == ["policy_trainer.ranks=8"]
+
+
+def test_the_run_on_eight_gpus_leaves_a_fifth_of_them_free_and_no_less_would_do(
+    tmp_path: Path,
+) -> None:
+    save_qwen(tmp_path)
+    model = f"gateway.model={tmp_path}"
+
+    def planned(gib: int, *overrides: str) -> list[str]:
+        return plan_run([SGLANG], [model, *overrides], [gib * GIB] * 8).lines
+
+    assert planned(80)[-1].startswith("turns on a GPU of 81,920 MiB: gateway ")
+    planned(64)
+    for setting in ("reshard_after_forward=false", "recompute_activations=false", "ranks=2"):
+        with pytest.raises(ConfigError, match="too small for the turn of policy_trainer"):
+            planned(80, f"policy_trainer.{setting}")
+
+
+def save_qwen(directory: Path) -> None:
+    """config.json of Qwen2.5-7B's shape."""
+    shape = {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "max_position_embeddings": 131_072,
+    }
+    Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
+
+
+def test_a_plan_for_other_gpus_is_printed_and_bad_ones_are_refused() -> None:
+    options = [
+        "plan",
+        "--config",
+        str(DEMO / "demo.toml"),
+        f"gateway.model={DEMO / 'policy_start'}",
+    ]
+    told = CliRunner().invoke(app, [*options, "--gpus", "2x16"])
+    assert told.exit_code == 0, told.output
+    assert told.output.startswith("gateway: 2 x ")
+    refused = CliRunner().invoke(app, [*options, "--gpus", "16"])
+    assert refused.exit_code == 2
+    assert "allowed: COUNTxGIB" in " ".join(refused.output.split())
+
+
+def test_the_slowest_services_own_deadline_is_waited_for() -> None:
+    assert planned("gateway.engine.ready_deadline_s=600").start_s == 600
+    assert planned("policy_trainer.start_deadline_s=700").start_s == 700

@@ -54,15 +54,19 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
 
 def main(model: Path, out: Path, broken: int) -> None:
     """Steps once on the fixed batch; trajectory `broken` has a log-prob that is NaN, -1 for none."""
+    several = int(os.environ["WORLD_SIZE"]) > 1  # ranks save memory in every way, one in none
     config = PolicyTrainerConfig(
         device="cpu",
+        reshard_after_forward=several,
+        recompute_activations=several,
         algorithm=AlgorithmConfig(behavior_cap=2.0 if broken >= 0 else 0.0),
         tokens_per_micro_batch=192,
         row_tokens=64,
         optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5),
     )
     mesh = form_mesh(config)
-    policy = shard(load_policy(model), mesh, reshard_after_forward=True)
+    start = load_policy(model, recompute=config.recompute_activations)
+    policy = shard(start, mesh, reshard_after_forward=config.reshard_after_forward)
     learner = Learner(config, policy, mesh)
     own = None
     if dist.get_rank() == 0:

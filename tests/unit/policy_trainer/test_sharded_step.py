@@ -1,4 +1,4 @@
-"""One step on one rank and on two ranks is the same step."""
+"""One step on one rank, and on two that reshard and recompute, is the same step."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from paceline.errors import (
     StaleEpoch,
 )
 from paceline.local.patience import patient
-from paceline.rpc import EpochGuard, error_from_rpc, is_loopback, leased
+from paceline.rpc import EpochGuard, Track, error_from_rpc, is_loopback, leased
 from paceline.rpc.security import check_events, check_security, check_token
 from paceline.rpc.status import code_of, status_of
 from paceline.v1 import coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
@@ -148,6 +148,7 @@ def test_a_long_error_fits_into_the_headers() -> None:
         (grpc.StatusCode.UNIMPLEMENTED, errors.MissingCapability),
         (grpc.StatusCode.UNAUTHENTICATED, errors.ConfigError),
         (grpc.StatusCode.UNKNOWN, errors.InternalError),
+        (grpc.StatusCode.INTERNAL, errors.Unavailable),  # "Internal error from Core"
         (grpc.StatusCode.CANCELLED, errors.Unavailable),
     ],
 )
@@ -187,12 +188,16 @@ def context(epoch: int, run: str = "r") -> CommandContext:
 def test_an_epoch_below_the_highest_seen_is_stale_per_run() -> None:
     guard = EpochGuard(SecurityConfig())
     for epoch in (1, 1, 3):
-        guard.check(context(epoch))
+        guard.check(context(epoch), Track.ROLLOUTS)
     with pytest.raises(StaleEpoch, match="seen: 2; allowed: at least 3"):
-        guard.check(context(2))
-    guard.check(context(1, run="other"))
-    guard.check(context(3))
-    assert (guard.highest("r"), guard.highest("other"), guard.highest("never")) == (3, 1, 0)
+        guard.check(context(2), Track.ROLLOUTS)
+    guard.check(context(1, run="other"), Track.ROLLOUTS)
+    guard.check(context(3), Track.ROLLOUTS)
+    assert (
+        guard.highest("r", Track.ROLLOUTS),
+        guard.highest("other", Track.ROLLOUTS),
+        guard.highest("never", Track.ROLLOUTS),
+    ) == (3, 1, 0)
 
 
 def test_an_old_lease_is_stale_after_a_restart_too_and_a_new_one_once_its_epoch_is_kept(
@@ -200,20 +205,23 @@ def test_an_old_lease_is_stale_after_a_restart_too_and_a_new_one_once_its_epoch_
 ) -> None:
     kept = tmp_path / "not" / "there" / "epochs.json"
     guard = EpochGuard(SecurityConfig(), kept)
-    guard.check(context(6))
-    guard.check(context(2, run="other"))
+    guard.check(context(6), Track.ROLLOUTS)
+    guard.check(context(2, run="other"), Track.ROLLOUTS)
 
     restarted = EpochGuard(SecurityConfig(), kept)
     with pytest.raises(StaleEpoch, match="seen: 1; allowed: at least 6"):
-        restarted.check(context(1))
-    assert (restarted.highest("r"), restarted.highest("other")) == (6, 2)
+        restarted.check(context(1), Track.ROLLOUTS)
+    assert (restarted.highest("r", Track.ROLLOUTS), restarted.highest("other", Track.ROLLOUTS)) == (
+        6,
+        2,
+    )
 
     kept.unlink()
     kept.mkdir()  # nothing can be written there
     (kept / "x").touch()
     with pytest.raises(ResourceExhausted, match="cannot be written"):
-        restarted.check(context(7))
-    assert restarted.highest("r") == 6
+        restarted.check(context(7), Track.ROLLOUTS)
+    assert restarted.highest("r", Track.ROLLOUTS) == 6
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"r": "many"}', "[" * 5000, '{"r": null}'])
@@ -229,7 +237,7 @@ def test_a_file_that_holds_no_epochs_is_refused_and_not_overlooked(
 def test_a_command_without_a_run_is_refused() -> None:
     for run in ("", "UPPER", "a" * 65):
         with pytest.raises(InvalidInput, match="names its run"):
-            EpochGuard(SecurityConfig()).check(context(1, run=run))
+            EpochGuard(SecurityConfig()).check(context(1, run=run), Track.ROLLOUTS)
 
 
 def test_with_tokens_a_new_epoch_needs_the_proof_that_the_coordinator_alone_can_make(
@@ -242,8 +250,8 @@ def test_with_tokens_a_new_epoch_needs_the_proof_that_the_coordinator_alone_can_
     expected = hmac.new(b"secret", b"lease 7 of r", hashlib.sha256).hexdigest()
     assert lease == CommandContext(run_id="r", step=3, epoch=7, lease_proof=expected)
 
-    guard.check(lease)
-    guard.check(context(7))  # known by now
+    guard.check(lease, Track.ROLLOUTS)
+    guard.check(context(7), Track.ROLLOUTS)  # known by now
     for forged in (
         context(2**64 - 1),
         context(1, run="other"),
@@ -252,17 +260,17 @@ def test_with_tokens_a_new_epoch_needs_the_proof_that_the_coordinator_alone_can_
         CommandContext(run_id="r", epoch=8, lease_proof="é"),
     ):
         with pytest.raises(InvalidInput, match="no lease of run"):
-            guard.check(forged)
-    guard.check(leased(security, "r", 3, 8))
-    assert (guard.highest("r"), guard.highest("other")) == (8, 0)
+            guard.check(forged, Track.ROLLOUTS)
+    guard.check(leased(security, "r", 3, 8), Track.ROLLOUTS)
+    assert (guard.highest("r", Track.ROLLOUTS), guard.highest("other", Track.ROLLOUTS)) == (8, 0)
 
 
 def test_fencing_remembers_a_bounded_number_of_runs() -> None:
     guard = EpochGuard(SecurityConfig())
     for index in range(1000):
-        guard.check(context(1, run=f"r{index}"))
-    assert guard.highest("r0") == 0
-    assert guard.highest("r999") == 1
+        guard.check(context(1, run=f"r{index}"), Track.ROLLOUTS)
+    assert guard.highest("r0", Track.ROLLOUTS) == 0
+    assert guard.highest("r999", Track.ROLLOUTS) == 1
 
 
 @pytest.mark.parametrize(

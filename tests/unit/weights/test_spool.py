@@ -62,15 +62,29 @@ def test_prepared_version_survives_commits_of_others_until_it_is_discarded(tmp_p
     assert spool.has(P, 1), "what serves is never discarded"
 
 
-def test_rolled_back_drafter_stays_until_no_set_names_it(tmp_path: Path) -> None:
+def test_the_drafter_before_the_serving_one_stays_however_many_sets_follow(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     for number in (1, 2):
         spool.write(*version(D, number))
         spool.commit(VersionSet(number, 0, number))
-    spool.commit(VersionSet(3, 0, 1))
-    assert spool.has(D, 2)
-    spool.commit(VersionSet(4, 0, 1))
-    assert names(tmp_path) == {"drafter-1", "versions.json"}
+    for number in (3, 4, 5):
+        spool.commit(VersionSet(number, 0, 2))
+    spool = Spool(tmp_path)
+    spool.commit(VersionSet(6, 0, 2))
+    assert names(tmp_path) == {"drafter-1", "drafter-2", "versions.json"}
+    spool.write(*version(D, 3))
+    spool.commit(VersionSet(7, 0, 3))
+    spool.commit(VersionSet(8, 0, 3))
+    assert names(tmp_path) == {"drafter-2", "drafter-3", "versions.json"}
+
+
+def test_a_former_drafter_that_was_changed_on_disk_is_found(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.commit(VersionSet(1, 0, 4))
+    spool.commit(VersionSet(2, 0, 5))
+    path = tmp_path / "versions.json"
+    path.write_text(path.read_text().replace('"former_drafter": 4', '"former_drafter": 3'))
+    assert "not those that were written" in Spool(tmp_path).unknown
 
 
 def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:

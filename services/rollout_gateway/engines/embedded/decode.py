@@ -106,9 +106,12 @@ class Decoder:
         taken = self._accept(one, verdict)
         stopwatch.lap("sample")
         self._keep(one, verdict, taken)
-        speculation.learn_drafts(parts, verdict)
+        teaches = not any(sequence.request.probe for sequence in rows)
+        if teaches:
+            speculation.learn_drafts(parts, verdict)
         stopwatch.lap("keep")
-        speculation.learn_costs(plan, taken, len(one.hidden), stopwatch)
+        if teaches:
+            speculation.learn_costs(plan, taken, len(one.hidden), stopwatch)
         self._rounds += 1
         self._nodes += len(one.hidden)
 
@@ -199,8 +202,8 @@ class Decoder:
                     path, sequence.request.sampling.temperature, wanted
                 )
             taken.append(count)
+            self.tokens_emitted += 0 if sequence.request.probe else count
 
-        self.tokens_emitted += sum(taken)
         return taken
 
     def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:

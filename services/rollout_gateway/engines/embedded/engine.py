@@ -95,7 +95,7 @@ class EmbeddedEngine:
         """One round; see Engine.step."""
         self._busy.start()
         for slot in self._scheduler.admit():
-            self._store.start(slot, self._scheduler.running[slot].request.prompt)
+            self._store.start(slot, self._scheduler.running[slot].request.known)
         self._stopwatch.start()
         self._prefill.run()
         self._stopwatch.lap("prefill")

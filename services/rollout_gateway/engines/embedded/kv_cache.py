@@ -57,9 +57,9 @@ class SlotStore:
         self.kv.allocate()
         self.hidden = self.hidden.new_zeros(self._hidden_shape)
 
-    def start(self, slot: int, prompt: tuple[int, ...]) -> None:
+    def start(self, slot: int, known: tuple[int, ...]) -> None:
         """Take in the tokens of a new request."""
-        self.token_ids[slot, : len(prompt)] = torch.tensor(prompt)
+        self.token_ids[slot, : len(known)] = torch.tensor(known)
 
     def cells(self, slots: Tensor, roots: Tensor, count: int) -> Tensor:
         """Flat token cells int64 [B * count] of positions roots .. roots + count - 1 of slots

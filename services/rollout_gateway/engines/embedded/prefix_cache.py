@@ -166,13 +166,13 @@ class PrefixCache:
                 self._running.add(slot, tokens, block_keys(tokens))
 
     def reuse(self, slot: int, sequence: RunningSequence) -> int:
-        """Copies the longest known beginning of a prompt to the prompt's slot; returns how many
-        tokens it has.
+        """Copies the longest known beginning of a prompt, and of the response that goes on from
+        it, to their slot; returns how many tokens it has.
 
-        The last token of a prompt is always computed: decoding begins with it.
+        The last token is always computed: decoding begins with it.
         """
         self._stopwatch.start()
-        source = self._find(np.array(sequence.request.prompt[:-1], dtype=np.int32))
+        source = self._find(np.array(sequence.request.known[:-1], dtype=np.int32))
         self._stopwatch.lap("lookup")
         self._lookups += 1
         if source is None:

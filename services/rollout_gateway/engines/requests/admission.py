@@ -52,16 +52,28 @@ class Admission:
 
     def sequence(self, request: Request) -> RunningSequence:
         """A sequence that waits. Raises InvalidInput naming the value that cannot work."""
-        prompt, sampling = request.prompt, request.sampling
+        prompt, sampling, said = request.prompt, request.sampling, request.response
         check_prompt(prompt, self._vocab_size, self.max_sequence_tokens)
         check_sampling(sampling, self._vocab_size)
+        limit = min(sampling.max_tokens, self.max_sequence_tokens - len(prompt))
+        if said:
+            check_prompt(request.known, self._vocab_size, self.max_sequence_tokens)
+            if len(said) >= limit:
+                raise InvalidInput(
+                    "a response that has ended cannot go on", seen=len(said), allowed=limit - 1
+                )
+
         eos = () if sampling.ignore_eos else self._eos
         return RunningSequence(
             request=request,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
-            token_limit=min(sampling.max_tokens, self.max_sequence_tokens - len(prompt)),
+            token_limit=limit,
             stop_text=StopText(self._load_tokenizer(), sampling.stop) if sampling.stop else None,
-            length=len(prompt),
+            length=len(request.known),
+            tokens=list(said),
+            logprobs=[0.0] * len(said),
+            alternatives=[()] * len(said),
+            told=len(said),
         )
 
     def _load_tokenizer(self) -> Tokenizer:

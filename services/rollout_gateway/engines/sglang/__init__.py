@@ -2,6 +2,3 @@
 
 The only folder that knows SGLang.
 """
-
-VERSIONS = ("0.5.21",)
-"""SGLang releases whose hook points and alignment were checked by tests/sglang."""

@@ -24,8 +24,8 @@ from paceline.local.ports import free_ports
 from paceline.local.process_directory import process_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY
 from paceline.models.config import read_config_json
-from paceline.speculators.kinds import SGLANG
-from rollout_gateway.engines.sglang import VERSIONS
+from paceline.speculators.kinds import SGLANG, SPECULATORS
+from rollout_gateway.engines.sglang.hook_points import RELEASES
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 from rollout_gateway.engines.worker.peer import Peer
@@ -48,10 +48,12 @@ def check_installed() -> str:
             "engine.kind=sglang needs SGLang",
             seen="not installed",
             allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on "
-            f"others ({VERSIONS[-1]})",
+            f"others ({' or '.join(RELEASES)})",
         ) from None
-    if found not in VERSIONS:
-        raise ConfigError("this SGLang is not supported", seen=found, allowed=", ".join(VERSIONS))
+    if found not in RELEASES:
+        raise ConfigError(
+            "this release of SGLang is not supported", seen=found, allowed=" or ".join(RELEASES)
+        )
     return found
 
 
@@ -150,7 +152,8 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
     checkpoint without an fc.bias gets zeros where SGLang's module has one, because it would keep
     random values.
     """
-    if spec.speculator not in SGLANG or not SGLANG[spec.speculator].fc_bias:
+    kind = spec.speculator
+    if kind not in SGLANG or not SPECULATORS[kind].trained:
         return spec
     from safetensors.torch import save_file
 
@@ -160,10 +163,9 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
 
     given = Path(spec.drafter_dir) if spec.drafter_dir else folder
     if not spec.drafter_dir:
-        net = trained_net(spec.speculator)
+        net = trained_net(kind)
         net.fresh(read_config(Path(spec.model_dir)), net.Options(), spec.seed).save(folder)
-    tensors = read_tensors(given)
-    if "fc.bias" not in tensors:
+    if SGLANG[kind].fc_bias and "fc.bias" not in (tensors := read_tensors(given)):
         weight = tensors["fc.weight"]
         tensors["fc.bias"] = weight.new_zeros(len(weight))
         if given != folder:

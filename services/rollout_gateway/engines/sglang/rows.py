@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from paceline.arm_names import OFF
 from paceline.errors import ConfigError
 from paceline.models.config import read_config_json
 from paceline.speculators.kinds import SPECULATORS
@@ -29,12 +30,13 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
     """What a row of this engine holds. Raises ConfigError for a model too shallow for EAGLE-3."""
     model = read_config_json(Path(spec.model_dir))
     hidden_size, layers = int(model["hidden_size"]), int(model["num_hidden_layers"])
-    if not spec.drafter_dir:
+    if spec.speculator == OFF:
         return RowLayout.last(hidden_size)
-    drafter = read_config_json(Path(spec.drafter_dir))
+    drafter = read_config_json(Path(spec.drafter_dir)) if spec.drafter_dir else {}
     inner = SPECULATORS[spec.speculator].inner_layers(drafter, layers)
     if (
         inner
+        and spec.drafter_dir  # a fresh one names its layers
         and layers < SHALLOWEST
         and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ):

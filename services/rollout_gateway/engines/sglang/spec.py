@@ -47,12 +47,11 @@ class SGLangSpec(SGLangConfig, ModelSpec):
 
         Raises ConfigError for a drafter that SGLang does not know or misreads.
         """
-        fresh = [name for name, support in SGLANG.items() if support.fresh]
-        if self.drafter in (OFF, *fresh):
+        if self.drafter in (OFF, *SGLANG):
             return self.drafter
         config = Path(self.drafter_dir) / "config.json"
         if not self.drafter_dir or not config.is_file():
-            allowed = f"{OFF}, {', '.join(fresh)} or a checkpoint directory"
+            allowed = f"{OFF}, {', '.join(SGLANG)} or a checkpoint directory"
             raise ConfigError("not a drafter for SGLang", seen=self.drafter, allowed=allowed)
         raw = json.loads(config.read_text(encoding="utf-8"))
         if raw.get("norm_before_residual"):  # SGLang would serve it as if it were not there

@@ -131,6 +131,8 @@ def request_from(message: pb.EngineRequest) -> Request:
         stream=message.stream,
         capture=message.capture,
         forced_arm=message.forced_arm,
+        response=tuple(message.response_token_ids),
+        probe=message.probe,
     )
 
 
@@ -142,6 +144,8 @@ def request_to(request: Request) -> pb.EngineRequest:
         stream=request.stream,
         capture=request.capture,
         forced_arm=request.forced_arm,
+        response_token_ids=request.response,
+        probe=request.probe,
     )
 
 

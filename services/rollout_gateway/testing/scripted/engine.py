@@ -159,7 +159,8 @@ class ScriptedEngine:
         self._busy_s += cost
         # A script knows a round's seconds as a whole.
         self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + _drafts(arm)), forward_s=cost)
-        self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
+        if not any(one.request.probe for one in rows):
+            self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
         self._release()
         return [one.chunk() for one in rows if one.request.stream or one.finish is not None]
 
@@ -235,21 +236,28 @@ class ScriptedEngine:
         """Emit one round's tokens of a request; returns those that the arm accounts for."""
         sequence = run.sequence
         first = not sequence.tokens
-        emitted = run.emit(self._wanted(run, arm), self.versions.policy)
+        emitted = self._emit(run, arm)
         if first:
             sequence.first_token_s = self._clock.now() - sequence.enqueued_s
         # A reply's own pace may exceed what the arm could accept.
         taken = min(emitted, 1 + _drafts(arm))
         sequence.count(_drafts(arm), taken, trained=speculator_of(arm) not in ("", "ngram"))
-        self._tokens += emitted
+        self._tokens += 0 if sequence.request.probe else emitted
         self._write_rows(run)
         return taken
+
+    def _emit(self, run: ScriptedRun, arm: str) -> int:
+        policy = self.versions.policy
+        nan = policy in self._spec.nan_policies
+        return run.emit(self._wanted(run, arm), policy, nan=nan)
 
     def _wanted(self, run: ScriptedRun, arm: str) -> int:
         """Tokens of this round: the reply's own pace, else what the arm accepts."""
         if run.answer.tokens_per_round is not None:
             return run.answer.tokens_per_round
-        run.credit += self._spec.accept_lengths.get(arm, 1.0) if arm != OFF else 1.0
+        length = self._spec.accept_lengths.get(arm, 1.0)
+        length = self._spec.drafter_accept_lengths.get(self.versions.drafter, length)
+        run.credit += length if arm != OFF else 1.0
         wanted = max(int(run.credit), 1)
         run.credit = max(run.credit - wanted, 0.0)
         return wanted

@@ -29,8 +29,9 @@ class ScriptedRun:
         """What was asked."""
         return self.sequence.request
 
-    def emit(self, wanted: int, version: int) -> int:
-        """At most so many further tokens under a policy version; returns how many.
+    def emit(self, wanted: int, version: int, *, nan: bool = False) -> int:
+        """At most so many further tokens under a policy version; returns how many. nan: with
+        log-probs that are none.
 
         A response that must go on after its end starts again.
         """
@@ -38,7 +39,9 @@ class ScriptedRun:
         start, endless = len(sequence.tokens), self.request.sampling.ignore_eos
         count = wanted if endless else min(wanted, len(script) - start)
         tokens = [script[index % len(script)] for index in range(start, start + count)]
-        logprobs = [math.nan if one == self.nan_token else scripted_logprob(one) for one in tokens]
+        logprobs = [
+            math.nan if nan or one == self.nan_token else scripted_logprob(one) for one in tokens
+        ]
         taken = sequence.take(tokens, logprobs, [1.0] * count, version)
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]

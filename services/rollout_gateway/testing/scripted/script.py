@@ -123,6 +123,9 @@ class ScriptedSpec(BatchSettings, RunValues):
     real_time: bool = False
     fault_token: int | None = None  # a round over a prompt that holds this token raises
     nan_token: int | None = None  # its log-prob is NaN
+    nan_policies: tuple[int, ...] = ()  # versions that give no other log-prob
+    # By drafter version, instead of what accept_lengths says of the arm.
+    drafter_accept_lengths: dict[int, float] = Field(default={})
 
 
 def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:

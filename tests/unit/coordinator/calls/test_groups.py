@@ -7,11 +7,12 @@ import pytest
 from coordinator.calls.groups import FIGURE, ClosedGroups
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import RunSettings, State
+from coordinator.machine.state import Portion, RunSettings, State
 from coordinator.machine.step import step
 from paceline.errors import InternalError
 from paceline.trajectory import VersionSet
 
+WHOLE = [Portion(0)]
 BEGUN: list[Event] = [
     events.RunStarted(0, RunSettings(workers=1, total_steps=3), VersionSet()),
     events.StepBegan(1, 0),
@@ -35,10 +36,10 @@ def finished(epoch: int, **closed: int) -> events.TasksFinished:
 
 def test_the_groups_of_a_step_are_those_that_closed_with_its_rollouts_in_order() -> None:
     _, groups = observed([*BEGUN, finished(1, b=2, a=0)])
-    assert list(groups.of(0).items()) == [("b", 2), ("a", 0)]
+    assert list(groups.of(WHOLE).items()) == [("b", 2), ("a", 0)]
     for other in (1, -1):
         with pytest.raises(InternalError, match="not known"):
-            groups.of(other)
+            groups.of([Portion(other)])
 
 
 def test_the_next_step_has_groups_of_its_own() -> None:
@@ -49,22 +50,23 @@ def test_the_next_step_has_groups_of_its_own() -> None:
         events.Committed(4, VersionSet(1, 1, 0)),
     ]
     state, groups = observed(happened)
-    assert groups.of(0) == {"a": 2}
-    epoch = observed([*happened, events.StepBegan(5, 1)])[0].phase_epoch
+    with pytest.raises(InternalError, match="not known"):
+        groups.of(WHOLE)  # trained
+    epoch = observed([*happened, events.StepBegan(5, 1)])[0].rollouts.epoch
     _, groups = observed([*happened, events.StepBegan(5, 1), finished(epoch, c=1)])
-    assert groups.of(1) == {"c": 1}
+    assert groups.of([Portion(1)]) == {"c": 1}
     with pytest.raises(InternalError):
-        groups.of(0)
+        groups.of(WHOLE)
     assert state.step == 1
 
 
 def test_late_news_of_rollouts_that_were_begun_again_changes_nothing() -> None:
     again = [*BEGUN, events.WorkerLost(2, 1, 0)]
-    epoch = observed(again)[0].phase_epoch
+    epoch = observed(again)[0].rollouts.epoch
     _, groups = observed([*again, finished(1, old=9), finished(epoch, new=2), finished(1, old=9)])
-    assert groups.of(0) == {"new": 2}
+    assert groups.of(WHOLE) == {"new": 2}
 
 
 def test_rollouts_that_told_of_no_group_leave_nothing_to_wait_for() -> None:
     _, groups = observed([*BEGUN, events.TasksFinished(2, 1)])
-    assert groups.of(0) == {}
+    assert groups.of(WHOLE) == {}

@@ -15,7 +15,7 @@ from paceline.v1 import coordinator_pb2 as pb
 def told(state: State, event: Event) -> tuple[State, pb.Fact | None]:
     after, issued = step(state, event)
     changed = changed_slots(state, after)
-    return after, fact_of("r", state, event, after, issued, changed, record=None, samples=8)
+    return after, fact_of("r", state, event, after, issued, changed, None, 8)
 
 
 def fact(state: State, event: Event) -> tuple[State, pb.Fact]:
@@ -67,7 +67,7 @@ def test_a_failure_and_a_new_set_are_facts() -> None:
         events.PolicyPrepared(4.0, 2, 1),
     ):
         state, _ = told(state, event)
-    failed = fact(state, events.Deadline(6.0, state.phase_epoch, "commit", 9.0))[1]
+    failed = fact(state, events.Deadline(6.0, state.learner.epoch, "commit", 9.0))[1]
     assert failed.run_finished.failure == "commit of step 0 took longer than 9 s"
     assert not failed.HasField("version_committed")
     found = fact(state, events.Committed(5.0, VersionSet(1, 1, 0)))[1]

@@ -11,13 +11,12 @@ from redis_servers import foreign_redis
 from coordinator.journal.entry import EntryBody, JournalEntry
 from coordinator.journal.journal import Journal
 from coordinator.machine import events
-from coordinator.machine.state import Phase
 from paceline.errors import FailedPrecondition, InvalidInput, ResourceExhausted
 from paceline.streams import connect, run_key
 
 
 def _entry(at_s: float) -> JournalEntry:
-    return JournalEntry(events.StopRequested(at_s), EntryBody(0, Phase.READY))
+    return JournalEntry(events.StopRequested(at_s), EntryBody(0, "ready"))
 
 
 async def _bodies(journal: Journal) -> list[float]:

@@ -15,8 +15,11 @@ from coordinator.machine.state import (
     Cause,
     Evaluation,
     Holder,
+    LearnerTrack,
     MachineError,
     Phase,
+    Portion,
+    RolloutTrack,
     RunSettings,
     Service,
     Slot,
@@ -39,7 +42,12 @@ WORKER_TABLE = {
     ("training", "Preempted"): "completed",
     ("completed", "StepBegan"): "generating",
     ("released", "StepBegan"): "generating",
+    ("generating", "Suspended"): "suspended",
+    ("suspended", "Resumed"): "generating",
+    ("suspended", "ShareDone"): "released",
 }
+WHOLE = (Portion(0),)
+"""A batch of all groups of step 0."""
 TWO = RunSettings(workers=2, total_steps=2, training_interval_steps=1)
 
 
@@ -59,13 +67,13 @@ def begun(settings: RunSettings = TWO) -> State:
 def training() -> State:
     """Worker 0 has released its slot to the drafter, worker 1 generates."""
     state = begun()
-    return step(state, events.ShareDone(2, state.phase_epoch, 0))[0]
+    return step(state, events.ShareDone(2, state.rollouts.epoch, 0))[0]
 
 
 def in_policy() -> State:
     """The policy trains."""
     state = training()
-    state = step(state, events.TasksFinished(3, state.phase_epoch))[0]
+    state = step(state, events.TasksFinished(3, state.rollouts.epoch))[0]
     return step(state, events.Preempted(4, state.lease_epoch))[0]
 
 
@@ -74,8 +82,8 @@ def in_commit() -> State:
     state = in_policy()
     return run(
         state,
-        events.PolicyStepped(5, state.phase_epoch, 1),
-        events.PolicyPrepared(6, state.phase_epoch, 1),
+        events.PolicyStepped(5, state.learner.epoch, 1),
+        events.PolicyPrepared(6, state.learner.epoch, 1),
     )[0]
 
 
@@ -92,17 +100,20 @@ def test_workers_move_as_drawn_and_in_no_other_way(before: WorkerState, cause: C
 
 
 DIAGRAM = {
-    "new": {"ready"},
-    "ready": {"evaluate", "rollout", "closing"},
-    "evaluate": {"ready"},
-    "rollout": {"preempt"},
-    "preempt": {"policy"},
-    "policy": {"drafter"},
-    "drafter": {"commit"},
-    "commit": {"ready", "policy"},
-    "closing": {"finished", "ready"},
-    "finished": {"ready"},
+    "new": {"running"},
+    "running": {"evaluate", "closing"},
+    "evaluate": {"running"},
+    "closing": {"finished", "running"},
+    "finished": {"running"},
     "failed": set(),
+    "ready": {"rollout"},
+    "rollout": {"ready", "suspended"},
+    "suspended": {"rollout", "ready"},
+    "idle": {"preempt"},
+    "preempt": {"policy"},
+    "policy": {"drafter", "preempt"},
+    "drafter": {"commit"},
+    "commit": {"idle", "preempt"},
 }
 
 
@@ -121,10 +132,10 @@ def test_a_handler_cannot_enter_a_phase_that_does_not_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leap = EVENTS[events.TasksFinished]._replace(
-        handle=lambda state, event: Decision(state, enters=Phase.CLOSING)
+        handle=lambda state, event: Decision(state, enters=Phase.DRAFTER)
     )
     monkeypatch.setitem(EVENTS, events.TasksFinished, leap)
-    with pytest.raises(MachineError, match=r"entering closing .* rollout"):
+    with pytest.raises(MachineError, match=r"entering drafter .* rollout"):
         step(begun(), events.TasksFinished(2, 1))
 
 
@@ -164,20 +175,22 @@ def serial_drafting() -> State:
     """p1 is prepared, and the drafter trains before it is committed."""
     state = begun(SERIAL)
     state = run(
-        state, events.ShareDone(2, state.phase_epoch, 0), events.TasksFinished(3, state.phase_epoch)
+        state,
+        events.ShareDone(2, state.rollouts.epoch, 0),
+        events.TasksFinished(3, state.rollouts.epoch),
     )[0]
-    return step(state, events.PolicyPrepared(5, state.phase_epoch, 1))[0]
+    return step(state, events.PolicyPrepared(5, state.learner.epoch, 1))[0]
 
 
 def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commit() -> None:
     state = begun(SERIAL)
-    state, issued = step(state, events.ShareDone(2, state.phase_epoch, 0))
+    state, issued = step(state, events.ShareDone(2, state.rollouts.epoch, 0))
     assert issued == ()
-    state, issued = step(state, events.TasksFinished(3, state.phase_epoch))
+    state, issued = step(state, events.TasksFinished(3, state.rollouts.epoch))
     assert [type(command) for command in issued] == [commands.TrainPolicy]
-    state, issued = step(state, events.PolicyPrepared(5, state.phase_epoch, 1))
+    state, issued = step(state, events.PolicyPrepared(5, state.learner.epoch, 1))
     assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, VersionSet()),)
-    assert (state.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
+    assert (state.learner.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
     state, issued = run(
         state,
         events.GatePromoted(6, state.lease_epoch, 4),
@@ -196,7 +209,7 @@ def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commi
 )
 def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: events.Event) -> None:
     state, issued = step(serial_drafting(), event)
-    assert state.phase is Phase.COMMIT
+    assert state.learner.phase is Phase.COMMIT
     assert [command.versions for command in issued if isinstance(command, commands.Commit)] == [
         VersionSet(1, 1, 0)
     ]
@@ -205,7 +218,7 @@ def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: even
 def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
     state, issued = step(serial_drafting(), events.Resumed(6, 2))
     assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 2.0),)
-    assert step(state, events.Preempted(7, state.lease_epoch))[0].phase is Phase.COMMIT
+    assert step(state, events.Preempted(7, state.lease_epoch))[0].learner.phase is Phase.COMMIT
 
 
 def test_the_last_released_slot_stays_free() -> None:
@@ -224,9 +237,10 @@ def test_the_drafter_gets_no_slot_when_the_settings_forbid_it(settings: RunSetti
 
 
 def test_the_drafter_trains_only_in_every_nth_step() -> None:
-    state = replace(begun(replace(TWO, training_interval_steps=2)), step=1)
-    assert step(state, events.ShareDone(2, 1, 0))[1] == ()
-    assert step(replace(state, step=2), events.ShareDone(2, 1, 0))[1] != ()
+    state = begun(replace(TWO, training_interval_steps=2))
+    odd, even = (replace(state, learner=LearnerTrack(step=number)) for number in (1, 2))
+    assert step(odd, events.ShareDone(2, 1, 0))[1] == ()
+    assert step(even, events.ShareDone(2, 1, 0))[1] != ()
 
 
 def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
@@ -242,9 +256,9 @@ def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -
     state = training()
     state, issued = step(state, events.TasksFinished(3, 1))
     assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
-    assert state.phase is Phase.PREEMPT
+    assert state.learner.phase is Phase.PREEMPT
     state, issued = step(state, events.Preempted(4, 2))
-    assert issued == (commands.TrainPolicy(0, 3, (0, 1), 0),)
+    assert issued == (commands.TrainPolicy(0, 3, (0, 1), 0, WHOLE),)
     assert tuple(state.workers) == (WorkerState.COMPLETED, WorkerState.RELEASED)
     assert tuple(state.slots) == (Slot(Holder.POLICY, 3),) * 2
 
@@ -272,6 +286,44 @@ def test_a_drafter_that_is_done_gets_the_slots_that_were_released_meanwhile() ->
     assert step(two_released(), failed)[1] == (), "not before the next share"
 
 
+THREE = replace(TWO, workers=3, max_drafter_slots=2)
+TRAINS = events.DrafterActivated(3, 2)
+
+
+def test_a_slot_that_is_released_later_joins_the_lease_under_its_epoch() -> None:
+    one = run(begun(THREE), events.ShareDone(2, 1, 0))[0]
+    state, issued = run(one, TRAINS, events.ShareDone(4, 1, 1))
+    assert issued == (commands.JoinDrafter(0, 2, (0, 1), (1,), 30.0),)
+    assert tuple(state.slots)[:2] == (Slot(Holder.DRAFTER, 2),) * 2
+    assert step(one, events.ShareDone(3, 1, 1))[1] == (), "not while its first slot is on its way"
+    waited = run(one, events.ShareDone(3, 1, 1), TRAINS)
+    assert waited[1] == issued
+    state, issued = step(state, events.Preempted(5, 2))
+    assert tuple(state.slots)[:2] == (Slot(Holder.NONE, 2),) * 2, "one lease ends at once"
+
+
+@pytest.mark.parametrize(
+    "event", [events.JoinFailed(5, 2, "it stops"), events.Deadline(5, 2, "join", 30.0)]
+)
+def test_a_drafter_that_does_not_take_its_new_slot_is_preempted(event: events.Event) -> None:
+    joins = run(begun(THREE), events.ShareDone(2, 1, 0), TRAINS, events.ShareDone(4, 1, 1))[0]
+    assert step(joins, event)[1] == (commands.PreemptDrafter(0, 2, 2.0),)
+    joined = step(joins, events.DrafterJoined(5, 2, 2))[0]
+    assert step(joined, events.DrafterJoined(6, 2, 2)) == (joined, ()), "a duplicate"
+    assert step(joined, TRAINS) == (joined, ()), "a late one"
+
+
+@pytest.mark.parametrize("event", [events.TasksFinished(5, 1), events.JoinFailed(5, 2, "it stops")])
+def test_nothing_joins_a_lease_that_is_being_preempted(event: events.Event) -> None:
+    wider = replace(THREE, workers=4, max_drafter_slots=3)
+    state = run(begun(wider), events.ShareDone(2, 1, 0), TRAINS, events.ShareDone(4, 1, 1))[0]
+    state = run(state, event, events.DrafterJoined(6, 2, 2))[0]
+    assert state.lease is not None
+    assert (state.lease.preempting, state.lease.slots) == (True, (0, 1))
+    if Phase.ROLLOUT in state.phases:
+        assert step(state, events.ShareDone(7, 1, 2))[1] == ()
+
+
 def test_a_drafter_trainer_that_is_back_gets_the_slots_that_were_released_meanwhile() -> None:
     state = step(two_released(), events.ServiceLost(4, Service.DRAFTER_TRAINER, "away"))[0]
     issued = step(state, events.ServiceBack(5, Service.DRAFTER_TRAINER))[1]
@@ -281,7 +333,7 @@ def test_a_drafter_trainer_that_is_back_gets_the_slots_that_were_released_meanwh
 def test_an_unanswered_preemption_frees_the_slot_under_a_new_epoch() -> None:
     state = step(training(), events.TasksFinished(3, 1))[0]
     state, issued = step(state, events.Deadline(5, 2, "preempt", 2.0))
-    assert issued == (commands.TrainPolicy(0, 4, (0, 1), 0),)
+    assert issued == (commands.TrainPolicy(0, 4, (0, 1), 0, WHOLE),)
     assert step(state, events.Preempted(6, 2)) == (state, (commands.Refuse("Preempted", 2, 2),))
 
 
@@ -295,7 +347,7 @@ def test_a_lost_drafter_rank_frees_the_slot_and_does_not_end_the_run() -> None:
     state, issued = step(
         training(), events.TrainerFailed(3, 2, Service.DRAFTER_TRAINER, "rank 0 died")
     )
-    assert (state.phase, state.lease, issued) == (Phase.ROLLOUT, None, ())
+    assert (state.rollouts.phase, state.lease, issued) == (Phase.ROLLOUT, None, ())
     assert state.slots[0] == Slot(Holder.NONE, 3)
 
 
@@ -308,8 +360,8 @@ def test_a_promoted_drafter_is_served_with_the_next_policy() -> None:
         events.TasksFinished(4, 1),
     )[0]
     state = step(state, events.Preempted(5, 2))[0]
-    state = step(state, events.PolicyStepped(6, state.phase_epoch, 1))[0]
-    state, issued = step(state, events.PolicyPrepared(7, state.phase_epoch, 1))
+    state = step(state, events.PolicyStepped(6, state.learner.epoch, 1))[0]
+    state, issued = step(state, events.PolicyPrepared(7, state.learner.epoch, 1))
     assert issued == (commands.Commit(0, 4, VersionSet(1, 1, 7)),)
     state, issued = step(state, events.Committed(8, VersionSet(1, 1, 7)))
     assert issued == (commands.CloseStep(0), commands.BeginStep(1))
@@ -347,17 +399,17 @@ def test_a_candidate_that_is_being_committed_is_not_aborted_for_a_newer_one() ->
 
 def test_slots_are_free_while_the_policy_is_pushed() -> None:
     state = in_policy()
-    state = step(state, events.PolicyStepped(5, state.phase_epoch, 1))[0]
+    state = step(state, events.PolicyStepped(5, state.learner.epoch, 1))[0]
     assert {slot.holder for slot in state.slots} == {Holder.NONE}
 
 
 def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq() -> None:
-    state = replace(begun(), versions=VersionSet(3, 0, 7), seq=3, previous_drafter=4, step=0)
+    state = replace(begun(), versions=VersionSet(3, 0, 7), seq=3, previous_drafter=4)
     state = run(
         state, events.AcceptanceFell(2, 7), events.ShareDone(2, 1, 0), events.TasksFinished(3, 1)
     )[0]
     state = step(state, events.Preempted(4, state.lease_epoch))[0]
-    state, issued = run(state, events.PolicyPrepared(6, state.phase_epoch, 1))
+    state, issued = run(state, events.PolicyPrepared(6, state.learner.epoch, 1))
     assert issued == (commands.Commit(0, state.epoch, VersionSet(4, 0, 4)),)
     state, issued = step(state, events.Committed(7, VersionSet(4, 0, 4)))
     assert issued == (commands.Commit(0, state.epoch, VersionSet(5, 1, 4)),)
@@ -370,7 +422,7 @@ def test_a_rollback_to_a_drafter_that_is_gone_is_given_up_and_the_policy_is_serv
     state = replace(
         in_policy(), versions=VersionSet(3, 0, 7), seq=3, previous_drafter=4, rollback=True
     )
-    state = step(state, events.PolicyPrepared(6, state.phase_epoch, 1))[0]
+    state = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))[0]
     state, issued = step(state, events.CommitFailed(7, VersionSet(4, 0, 4), "d4 is not spooled"))
     assert issued == (commands.Commit(0, state.epoch, VersionSet(5, 1, 7)),)
 
@@ -386,12 +438,12 @@ def test_acceptance_of_a_drafter_that_no_longer_serves_is_refused() -> None:
 def test_a_failed_commit_leaves_the_candidate_out_and_then_pushes_the_policy_again() -> None:
     state = in_policy()
     state = run(
-        state, events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, state.phase_epoch, 1)
+        state, events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, state.learner.epoch, 1)
     )[0]
     state, issued = step(state, events.CommitFailed(7, VersionSet(1, 1, 7), "d7 is not prepared"))
-    assert issued == (commands.AbortDrafter(0, 5, 7), commands.Commit(0, 5, VersionSet(2, 1, 0)))
+    assert issued == (commands.AbortDrafter(0, 2, 7), commands.Commit(0, 5, VersionSet(2, 1, 0)))
     state, issued = step(state, events.CommitFailed(8, VersionSet(2, 1, 0), "p1 is not prepared"))
-    assert issued == (commands.TrainPolicy(0, 6, (0, 1), 0),)
+    assert issued == (commands.TrainPolicy(0, 6, (0, 1), 0, WHOLE),)
     state = step(state, events.PolicyPrepared(9, 6, 1))[0]
     assert state.committing == VersionSet(3, 1, 0)
 
@@ -401,10 +453,10 @@ def test_a_commit_that_keeps_failing_ends_the_run_with_its_message() -> None:
     for _ in range(3):
         assert state.committing is not None
         state, issued = step(state, events.CommitFailed(7, state.committing, "p1 is not prepared"))
-        if state.phase is Phase.POLICY:
-            state = step(state, events.PolicyPrepared(8, state.phase_epoch, 1))[0]
+        if state.learner.phase is Phase.POLICY:
+            state = step(state, events.PolicyPrepared(8, state.learner.epoch, 1))[0]
     assert state.phase is Phase.FAILED
-    assert issued == (commands.FinishRun("commit: p1 is not prepared (attempt 3 of 3)"),)
+    assert issued[-1] == commands.FinishRun("commit: p1 is not prepared (attempt 3 of 3)")
 
 
 def test_evaluations_are_made_at_both_ends_and_at_their_interval() -> None:
@@ -482,14 +534,14 @@ def test_a_phase_makes_its_call_again_when_the_called_service_is_back(
 ) -> None:
     state_of, call, called = SITUATIONS[situation]
     before = state_of()
-    assert before.phase == situation
+    assert before.doing == situation
     lost, issued = step(before, events.ServiceLost(8, service, "connection refused"))
     assert issued == (commands.AwaitService(service),)
     state, issued = step(lost, events.ServiceBack(9, service))
-    assert state.phase is before.phase
+    assert state.doing == before.doing
     if service in called:
         assert [type(command) for command in issued] == [call]
-        assert state.phase_epoch > before.phase_epoch
+        assert issued[0].epoch > before.epoch
     else:
         assert issued == ()
 
@@ -506,7 +558,7 @@ def test_a_lost_drafter_trainer_frees_the_slot_and_the_rollout_goes_on() -> None
         training(), events.ServiceLost(3, Service.DRAFTER_TRAINER, "connection refused")
     )
     assert issued == (commands.AwaitService(Service.DRAFTER_TRAINER),)
-    assert (state.phase, state.lease) == (Phase.ROLLOUT, None)
+    assert (state.rollouts.phase, state.lease) == (Phase.ROLLOUT, None)
 
 
 @pytest.mark.parametrize("state_of", [begun, training, in_policy, in_commit, closing])
@@ -519,7 +571,7 @@ def test_nothing_that_befalls_the_drafter_trainer_ends_the_run(
         events.ServiceLost(9, Service.DRAFTER_TRAINER, "gone"),
     ):
         after = step(before, event)[0]
-        assert (after.phase, after.lease) == (before.phase, None)
+        assert (after.phases, after.lease) == (before.phases, None)
 
 
 def test_a_lost_worker_gets_its_share_again_under_a_new_epoch_and_not_for_ever() -> None:
@@ -527,8 +579,12 @@ def test_a_lost_worker_gets_its_share_again_under_a_new_epoch_and_not_for_ever()
     state, issued = step(state, events.WorkerLost(2, 1, 1))
     assert issued == (commands.RunTasks(0, state.epoch, state.versions),)
     for _ in range(2):
-        state, issued = step(state, events.WorkerLost(3, state.phase_epoch, 1))
-    assert issued == (commands.FinishRun("worker 1 of the gateway died (attempt 3 of 3)"),)
+        state, issued = step(state, events.WorkerLost(3, state.rollouts.epoch, 1))
+    back = commands.HandBack(0, state.epoch, 0, policy=False)
+    assert issued == (
+        back,
+        commands.FinishRun("worker 1 of the gateway died (attempt 3 of 3)"),
+    )
 
 
 @pytest.mark.parametrize("what", ["rollout"])
@@ -541,8 +597,22 @@ def test_a_step_that_takes_too_long_fails_and_a_resumed_run_takes_it_up(what: st
     assert issued == (commands.RunTasks(0, state.epoch, state.versions),)
 
 
+def test_a_run_that_fails_has_its_slots_given_back_under_a_new_epoch() -> None:
+    state, issued = step(training(), events.Deadline(600, 1, "rollout", 600.0))
+    assert issued[0] == commands.HandBack(0, 3, 2, policy=False), "the drafter leaves first"
+    assert state.epoch == 3
+    state, issued = step(state, events.Resumed(601, 2))
+    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert step(state, events.Preempted(602, 2))[1][0].epoch > 3  # type: ignore[attr-defined]
+    failed = events.CallFailed(9, Service.POLICY_TRAINER, "policy", "broken")
+    state, issued = step(in_policy(), failed)
+    assert issued[0] == commands.HandBack(0, state.epoch, 0, policy=True)
+
+
 def test_resuming_issues_the_interrupted_call_again() -> None:
-    assert step(in_policy(), events.Resumed(9, 2))[1] == (commands.TrainPolicy(0, 5, (0, 1), 0),)
+    assert step(in_policy(), events.Resumed(9, 2))[1] == (
+        commands.TrainPolicy(0, 5, (0, 1), 0, WHOLE),
+    )
     assert step(in_commit(), events.Resumed(9, 2))[1] == (
         commands.Commit(0, 5, VersionSet(1, 1, 0)),
     )
@@ -551,7 +621,13 @@ def test_resuming_issues_the_interrupted_call_again() -> None:
 
 
 def test_a_finished_run_says_so_and_goes_on_when_more_steps_are_wanted() -> None:
-    finished = replace(begun(), phase=Phase.FINISHED, step=2, slots=slot_row([Slot()] * 2))
+    finished = replace(
+        begun(),
+        phase=Phase.FINISHED,
+        rollouts=RolloutTrack(step=2),
+        learner=LearnerTrack(step=2),
+        slots=slot_row([Slot()] * 2),
+    )
     assert step(finished, events.Resumed(9, 2))[1] == (commands.FinishRun(""),)
     assert step(finished, events.Resumed(9, 3))[1] == (commands.BeginStep(2),)
 
@@ -571,13 +647,13 @@ def test_a_finished_run_says_so_and_goes_on_when_more_steps_are_wanted() -> None
         (in_commit(), events.PolicyPrepared(1, 4, 1)),
         (in_commit(), events.EvaluationDone(1, 4, Evaluation.PROBE, 1.0)),
     ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, State) else str(value.phase),
+    ids=lambda value: type(value).__name__ if not isinstance(value, State) else value.doing,
 )
 def test_an_illegal_event_names_itself_and_the_state(state: State, event: events.Event) -> None:
     with pytest.raises(MachineError) as caught:
         step(state, event)
     assert type(event).__name__ in caught.value.event
-    assert state.phase.value in caught.value.state
+    assert state.doing in caught.value.state
 
 
 @pytest.mark.parametrize(
@@ -595,7 +671,7 @@ def test_an_illegal_event_names_itself_and_the_state(state: State, event: events
         (training(), events.ShareDone(1, 1, 0)),
         (training(), events.Deadline(1, 0, "evaluate", 9.0)),
     ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, State) else str(value.phase),
+    ids=lambda value: type(value).__name__ if not isinstance(value, State) else value.doing,
 )
 def test_a_late_event_changes_nothing(state: State, event: events.Event) -> None:
     after, issued = step(state, event)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from paceline.errors import DataLoss, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.streams import encode_trajectory
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
-from policy_trainer.batches.batcher import CONSUMER, GROUP, Batch, Batcher, Wanted
+from policy_trainer.batches.batcher import ABANDONED, CONSUMER, GROUP, Batch, Batcher, Wanted
 from policy_trainer.batches.records import RecordFile, StepRecord
 
 
@@ -177,7 +178,6 @@ async def test_at_the_deadline_the_branches_of_incomplete_sessions_are_dropped()
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 1}, "stale"),
         ({"reward": None}, "unscored"),
         ({"reward": math.inf}, "not_finite"),
         ({"reward": -1e16}, "not_finite"),
@@ -267,22 +267,146 @@ def test_whatever_the_order_of_arrival_a_batch_is_the_complete_sessions_in_one_o
     assert not dropped & set(expected)
 
 
-async def test_stale_trajectories_are_dropped_and_those_of_later_steps_are_kept() -> None:
+def spanned(one: Trajectory, *versions: int) -> Trajectory:
+    """The same with a response of a token per policy version."""
+    count = len(versions)
+    return replace(
+        one,
+        token_ids=(1, *range(2, 2 + count)),
+        loss_mask=(0, *[1] * count),
+        behavior_logprobs=(0.0, *[-1.0] * count),
+        version_spans=tuple(VersionSpan(1 + n, 2 + n, v) for n, v in enumerate(versions)),
+    )
+
+
+async def test_one_stale_token_takes_its_whole_group_with_it() -> None:
     bench = Bench(max_staleness=1)
     await bench.batcher.open()
-    await bench.append(
-        trajectory("a", 0, version=2),
-        trajectory("a", 1),
-        trajectory("old", 0, step=1, version=1),
-        trajectory("next", 0, step=4),
-        trajectory("next", 1, step=4),
-    )
-    batch = await bench.batcher.collect(wanted("a"))
-    assert len(batch.trajectories) == 2
+    old = spanned(trajectory("a", 1, branch=1, of=2), 9, 7, 9)  # the middle token is two behind
+    await bench.append(trajectory("a", 0, version=9), trajectory("a", 1, of=2, version=9), old)
+    await bench.append(trajectory("a", 2, version=9, reward=None))
+    await bench.append(*(spanned(trajectory("b", n, task=1), 8, 9) for n in (0, 1)))
+    batch = await bench.batcher.collect(wanted("a", "b", version=9))
+    assert [t.group_id for t in batch.trajectories] == ["b", "b"]
+    assert batch.record.dropped_groups == {"stale": 1}
+    assert batch.staleness == {1: 2}
     await bench.batcher.settle(batch.record)
-    assert bench.notes.dropped == {"old-0-1/0": "stale"}
-    later = await bench.batcher.collect(wanted("next", step=4, version=4))
-    assert len(later.trajectories) == 2
+    assert bench.notes.dropped == {
+        "a-0-3/0": "stale",
+        "a-1-3/0": "stale",
+        "a-1-3/1": "stale",
+        "a-2-3/0": "unscored",
+    }
+
+
+async def test_a_step_trains_groups_of_several_draws_and_keeps_those_of_others() -> None:
+    bench = Bench(max_staleness=2)
+    await bench.batcher.open()
+    for step, group in ((2, "early"), (3, "a"), (4, "next"), (4, "ahead")):
+        drawn = [trajectory(group, n, step=step, version=step, task=step) for n in (0, 1)]
+        await bench.append(*drawn)
+    batch = await bench.batcher.collect(wanted("ahead", "early", step=3, version=4))
+    assert [t.group_id for t in batch.trajectories] == ["early", "early", "ahead", "ahead"]
+    assert batch.staleness == {0: 2, 2: 2}
+    await bench.batcher.settle(batch.record)
+    rest = await bench.batcher.collect(wanted("a", "next", step=4, version=5))
+    assert [t.group_id for t in rest.trajectories] == ["a", "a", "next", "next"]
+    assert bench.notes.dropped == {}
+
+
+async def test_of_a_group_name_that_was_used_again_the_newest_draw_is_trained() -> None:
+    bench = Bench(max_staleness=9)
+    await bench.batcher.open()
+    await bench.append(trajectory("g", 5, step=1, version=1), trajectory("g", 6, step=1, version=1))
+    await bench.append(trajectory("g", 0), trajectory("g", 1))
+    batch = await bench.batcher.collect(wanted("g"))
+    assert [t.step for t in batch.trajectories] == [3, 3]
+
+
+async def test_groups_that_nobody_asks_for_are_given_up_whole_and_late() -> None:
+    bench = Bench(max_staleness=1)
+    await bench.stream.create_group(GROUP)
+    await bench.append(
+        trajectory("old", 0, step=1, version=1),
+        trajectory("old", 1, step=1, version=2),
+        trajectory("younger", 0, step=1, version=2),
+    )
+    await bench.stream.read(GROUP, CONSUMER, 100, 0)
+    await bench.batcher.open()
+    for version in (1 + 1 + ABANDONED, 1 + 1 + ABANDONED + 1):
+        batch = await bench.batcher.collect(Wanted(version, version, (), deadline_s=0))
+        await bench.batcher.settle(batch.record)
+        late = version == 1 + 1 + ABANDONED + 1
+        dropped = {"old-0-1/0": "stale", "old-1-1/0": "stale"} if late else {}
+        assert bench.notes.dropped == dropped
+        assert batch.record.dropped_groups == {}
+
+
+lags = st.integers(0, 5)
+drawn_sessions = st.lists(
+    st.lists(st.lists(lags, min_size=1, max_size=3), min_size=1, max_size=2), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 4), drawn_sessions), min_size=1, max_size=4),
+    eta=st.integers(0, 4),
+    draw=st.randoms(use_true_random=False),
+)
+def test_no_token_older_than_the_bound_is_trained_and_every_group_ages_as_one(
+    groups: list[tuple[int, list[list[list[int]]]]], eta: int, draw: Any
+) -> None:
+    now = 9
+    made: dict[str, list[Trajectory]] = {
+        f"g{task}": [
+            spanned(
+                trajectory(
+                    f"g{task}", sample, step=step, task=task, branch=branch, of=len(branches)
+                ),
+                *(now - lag for lag in of_branch),
+            )
+            for sample, branches in enumerate(sessions)
+            for branch, of_branch in enumerate(branches)
+        ]
+        for task, (step, sessions) in enumerate(groups)
+    }
+    worst = {
+        f"g{task}": max(lag for branches in sessions for one in branches for lag in one)
+        for task, (_, sessions) in enumerate(groups)
+    }
+    count = {f"g{task}": len(sessions) for task, (_, sessions) in enumerate(groups)}
+    arrived = [one for several in made.values() for one in several]
+    draw.shuffle(arrived)
+
+    async def collect() -> Batch:
+        bench = Bench(max_staleness=eta)
+        await bench.stream.create_group(GROUP)
+        await bench.append(*arrived)
+        await bench.stream.read(GROUP, CONSUMER, 100, 0)
+        await bench.batcher.open()
+        return await bench.batcher.collect(Wanted(7, now, tuple(count.items()), deadline_s=0))
+
+    batch = asyncio.run(collect())
+    fresh = [group for group in made if worst[group] <= eta]
+    trained = [group for group in fresh if count[group] >= 2]
+    assert [t.key for t in batch.trajectories] == [one.key for g in trained for one in made[g]]
+    by_lag = Counter(
+        now - min(span.policy_version for span in one.version_spans)
+        for group in trained
+        for one in made[group]
+    )
+    assert batch.staleness == dict(by_lag)
+    assert max(batch.staleness, default=0) <= eta
+    expected = {"stale": len(made) - len(fresh), "too_few_siblings": len(fresh) - len(trained)}
+    assert batch.record.dropped_groups == {why: n for why, n in expected.items() if n}
+    reasons = dict(batch.record.dropped.values())
+    for group, several in made.items():
+        for one in several:
+            if group not in trained:
+                why = "too_few_siblings" if group in fresh else "stale"
+                assert reasons.pop(str(one.key)) == why
+    assert not reasons
 
 
 async def test_an_entry_that_does_not_decode_is_a_dead_letter_and_counted_as_dropped() -> None:

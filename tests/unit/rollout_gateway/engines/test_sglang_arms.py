@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -183,6 +184,16 @@ def test_a_round_with_a_request_of_an_older_drafter_teaches_nothing() -> None:
     play(chooser, 40, tracked(drafter=1), drafter=1)
     before = pulls(chooser)
     play(chooser, 40, tracked(drafter=1), tracked(drafter=2), drafter=2)
+    assert pulls(chooser) == before
+
+
+def test_a_round_with_a_probe_teaches_nothing() -> None:
+    chooser = make()
+    play(chooser, 40, tracked(drafter=1), drafter=1)
+    before = pulls(chooser)
+    probe = tracked(drafter=1)
+    probe.sequence.request = replace(probe.request, probe=True, forced_arm="off")
+    play(chooser, 40, tracked(drafter=1), probe, drafter=1)
     assert pulls(chooser) == before
 
 

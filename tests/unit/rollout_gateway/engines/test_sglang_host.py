@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from paceline.errors import ConfigError
 from rollout_gateway.engines.sglang import host
+from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo"
@@ -91,7 +92,17 @@ def test_a_drafter_gets_the_bias_that_sglang_would_fill_at_random(
     assert again == complete
 
 
-@pytest.mark.parametrize("installed", [None, "0.5.20"])
+def test_a_fresh_eagle3_has_rows_and_a_checkpoint_of_the_same_layers(tmp_path: Path) -> None:
+    fresh = spec(drafter="eagle3")
+    complete = host.complete_drafter(fresh, tmp_path)
+    assert (complete.speculator, complete.drafter_dir) == ("eagle3", str(tmp_path))
+    assert row_layout(fresh).inner == row_layout(complete).inner == (2, 6, 9)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["t2d"].all()  # every token, until a checkpoint says otherwise
+    assert not tensors["d2t"].any()
+
+
+@pytest.mark.parametrize("installed", [None, "0.5.22"])
 def test_a_missing_or_unknown_sglang_is_named_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, installed: str | None
 ) -> None:
@@ -102,6 +113,7 @@ def test_a_missing_or_unknown_sglang_is_named_with_what_to_do(
 
     monkeypatch.setattr(host, "version", version)
     with pytest.raises(
-        ConfigError, match="make setup-sglang" if installed is None else r"0\.5\.20.*0\.5\.21"
+        ConfigError,
+        match="make setup-sglang" if installed is None else r"seen: 0\.5\.22; allowed: 0\.5\.21",
     ):
         host.check_installed()

@@ -5,6 +5,7 @@ of it.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import InternalError
 from paceline.models.sampling import Draw
+from paceline.trajectory import VersionSpan
 from rollout_gateway.engines.nouns import Finish, Request
+from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.requests.sequence import RunningSequence
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.sampling import (
@@ -138,5 +141,20 @@ def test_a_token_that_is_not_the_draw_is_an_error_on_the_rank_that_tells() -> No
     assert follower.sequence.tokens == [6]
 
 
+def test_a_response_that_goes_on_is_confirmed_behind_what_it_had() -> None:
+    going = Request(3, (1, 2, 3, 4), Sampling(seed=5, max_tokens=10), response=(6, 7))
+    sequence = Admission(99, (9,), Path(), 64).sequence(going)
+    one = Tracked(sequence, 0)
+    for position, token in ((6, 8), (7, 9)):  # the first of them is the third of the response
+        one.record(position, Drawn(token, -1.0, 0.5, 4))
+    assert one.ahead(7) == [8]
+    one.confirm([8], strict=True)  # SGLang counts from where the request went on
+    one.confirm([8, 9], strict=True)
+    assert (sequence.tokens, sequence.finish) == ([6, 7, 8, 9], Finish.STOP)
+    chunk = sequence.chunk()
+    assert (chunk.token_ids, chunk.behavior_logprobs) == ((8, 9), (-1.0, -1.0))
+    assert chunk.version_spans == (VersionSpan(2, 4, 4),)
+
+
 def test_ids_of_requests_are_never_prefixes_of_each_other() -> None:
-    assert len({len(rid_of(number)) for number in (1, 12, 2**63)}) == 1
+    assert len({len(rid_of(number, number % 99)) for number in (1, 12, 2**63)}) == 1

@@ -1,4 +1,4 @@
-"""A reader gets every token once, also when the request is repeated on another worker."""
+"""A reader gets every token once, also when the request goes on on another worker."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.workers.generation import Generation
 
 
-def chunk(start: int, tokens: list[int], *, last: bool = False) -> pb.TokenChunk:
+def chunk(
+    start: int,
+    tokens: list[int],
+    *,
+    last: bool = False,
+    version: int = 0,
+    finish: tpb.FinishReason = tpb.FINISH_REASON_UNSPECIFIED,
+) -> pb.TokenChunk:
+    span = tpb.VersionSpan(start=start, end=start + len(tokens), policy_version=version)
+    finish = tpb.FINISH_REASON_STOP if last else finish
     return pb.TokenChunk(
         request_id=1,
         token_ids=tokens,
         behavior_logprobs=[float(-token) for token in tokens],
-        version_spans=[tpb.VersionSpan(start=start, end=start + len(tokens), policy_version=0)]
-        if tokens
-        else [],
-        finish_reason=tpb.FINISH_REASON_STOP if last else tpb.FINISH_REASON_UNSPECIFIED,
+        version_spans=[span] if tokens else [],
+        finish_reason=finish,
+        speculation=tpb.SpeculationStats(drafted_tokens=3, proposed_at=[3], accepted_at=[0])
+        if finish
+        else None,
+        smallest_gap=1.0 if finish else 0.0,
     )
 
 
@@ -34,35 +45,71 @@ def cut(tokens: list[int], sizes: list[int]) -> list[pb.TokenChunk]:
     return [*chunks, chunk(start, tokens[start:], last=True)]
 
 
-sizes = st.lists(st.integers(1, 4), max_size=6)
+# what becomes of a try: told pieces of these sizes, then it is lost with what it had not told, or
+# suspended, and then it tells all that it has
+tries = st.lists(st.tuples(st.lists(st.integers(1, 4), max_size=3), st.booleans()), max_size=4)
 
 
-@settings(max_examples=80, deadline=None)
-@given(first=sizes, second=sizes, lost_after=st.integers(0, 6))
-def test_a_repeated_request_continues_where_the_reader_stands(
-    first: list[int], second: list[int], lost_after: int
+@settings(max_examples=200, deadline=None)
+@given(tries=tries)
+def test_whatever_becomes_of_its_tries_a_request_has_every_token_once(
+    tries: list[tuple[list[int], bool]],
 ) -> None:
     tokens = list(range(10, 22))
     generation = Generation(pb.EngineRequest(request_id=1), None)
-    for piece in cut(tokens, first)[: min(lost_after, len(first))]:
-        generation.accept(piece)
-    generation.restart()
-    for piece in cut(tokens, second):
-        generation.accept(piece)
-    assert list(generation.whole.token_ids) == tokens
-    assert list(generation.whole.behavior_logprobs) == [float(-token) for token in tokens]
-    covered = [
-        index for span in generation.whole.version_spans for index in range(span.start, span.end)
+    at, drafted, owners = 0, 0, list[int]()  # the try that drew each token
+    for number, (sizes, loses) in enumerate(tries):
+        for size in sizes:
+            piece = tokens[at : at + size][: len(tokens) - 1 - at]
+            generation.accept(chunk(at, piece, version=number))
+            at, owners = at + len(piece), owners + [number] * len(piece)
+        if loses:
+            generation.lost()
+        else:
+            piece = tokens[at : at + 1][: len(tokens) - 1 - at]
+            ended = chunk(at, piece, version=number, finish=tpb.FINISH_REASON_ABORT)
+            generation.suspended(ended)
+            at, owners, drafted = at + len(piece), owners + [number] * len(piece), drafted + 3
+        assert list(generation.request.response_token_ids) == tokens[:at]
+        assert not generation.finished
+    last = chunk(at, tokens[at:], version=99, finish=tpb.FINISH_REASON_STOP)
+    generation.accept(last)
+    owners += [99] * (len(tokens) - at)
+    whole = generation.whole
+    assert list(whole.token_ids) == tokens
+    assert list(whole.behavior_logprobs) == [float(-token) for token in tokens]
+    told = [
+        (n, span.policy_version)
+        for span in whole.version_spans
+        for n in range(span.start, span.end)
     ]
-    assert covered == list(range(len(tokens)))
-    assert generation.whole.finish_reason == tpb.FINISH_REASON_STOP
+    assert told == list(enumerate(owners))
+    assert whole.finish_reason == tpb.FINISH_REASON_STOP
+    assert whole.speculation.drafted_tokens == drafted + 3
+    assert list(whole.speculation.proposed_at) == [whole.speculation.drafted_tokens]
+    assert generation.tries == sum(loses for _, loses in tries)
 
 
-def test_other_tokens_on_the_second_try_are_an_error() -> None:
+def test_the_counters_of_a_suspended_request_are_told_with_its_end() -> None:
+    generation = Generation(pb.EngineRequest(request_id=1, prompt_token_ids=[5, 6]), None)
+    first = chunk(0, [7, 8], finish=tpb.FINISH_REASON_ABORT)
+    first.smallest_gap, first.time_to_first_token_s, first.cached_prompt_tokens = 0.25, 3.0, 1
+    generation.suspended(first)
+    assert generation.whole.finish_reason == tpb.FINISH_REASON_UNSPECIFIED
+    assert not generation.whole.HasField("speculation")
+    second = chunk(2, [9], finish=tpb.FINISH_REASON_LENGTH)
+    second.smallest_gap, second.cached_prompt_tokens = 0.5, 4
+    generation.accept(second)
+    whole = generation.whole
+    assert (whole.smallest_gap, whole.time_to_first_token_s) == (0.25, 3.0)
+    assert whole.cached_prompt_tokens == 2  # the prompt's, whatever else was cached
+
+
+def test_a_suspended_request_whose_numbers_are_worthless_ends() -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)
-    generation.accept(chunk(0, [1, 2]))
-    generation.restart()
-    generation.accept(chunk(0, [1, 3]))
+    bad = chunk(0, [1, 2], finish=tpb.FINISH_REASON_ABORT)
+    bad.behavior_logprobs[1] = math.nan
+    generation.suspended(bad)
     assert generation.whole.finish_reason == tpb.FINISH_REASON_ERROR
 
 

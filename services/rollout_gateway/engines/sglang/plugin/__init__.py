@@ -1,5 +1,5 @@
-"""Our plugin inside SGLang's processes (entry-point group sglang.srt.plugins): the table of hooks
-and its check.
+"""Our plugin inside SGLang's processes (entry-point group sglang.srt.plugins): registers the hooks
+of hook_points.py and checks that they hold.
 
 SGLang logs and goes on when a hook cannot be applied; we do not: an engine without one of them is
 another engine.
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.errors import InternalError
+from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 
@@ -24,10 +25,13 @@ def register() -> None:
     from rollout_gateway.engines.sglang.plugin import capture, loop, rounds, sampling
     from rollout_gateway.engines.sglang.plugin.process import Plugin
 
+    modules = {"loop": loop, "sampling": sampling, "capture": capture, "rounds": rounds}
     plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
-    for target, kind, hook in (*loop.HOOKS, *sampling.HOOKS, *capture.HOOKS, *rounds.HOOKS):
-        HookRegistry.register(target, partial(hook, plugin), HookType[kind])
-        plugin.targets.append(target)
+    for point in HOOK_POINTS:
+        module, name = point.hook.split(".")
+        hook = getattr(modules[module], name)
+        HookRegistry.register(point.path, partial(hook, plugin), HookType[point.kind])
+        plugin.targets.append(point.path)
 
 
 def check_hooks(targets: list[str]) -> None:
@@ -36,6 +40,4 @@ def check_hooks(targets: list[str]) -> None:
 
     missing = sorted(set(targets) - HookRegistry._patched)
     if missing or not targets:
-        raise InternalError(
-            "SGLang did not apply all hooks; is its version one we know?", seen=missing
-        )
+        raise InternalError("SGLang did not apply all hooks of hook_points.py", seen=missing)

@@ -106,7 +106,8 @@ class ArmChooser:
         situation = situation_of(sequences, draining=draining)
         name = forced or asked_arm(tracked)
         if name:
-            return ChosenArm(self.arms[name], False, fresh, self._era, situation)
+            probed = any(one is not None and one.request.probe for one in tracked)
+            return ChosenArm(self.arms[name], False, fresh and not probed, self._era, situation)
         choice = self.bandit.choose(situation)
         return ChosenArm(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 

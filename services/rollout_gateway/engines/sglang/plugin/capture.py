@@ -201,7 +201,7 @@ def _rows_of(logits_output: Any) -> Tensor | None:
 # ---- rows out
 
 
-def released(plugin: Any, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+def released(plugin: Any, req: Any, tree_cache: Any, *_: Any, **__: Any) -> None:
     """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are
     still its own.
 
@@ -255,16 +255,3 @@ def _write(plugin: Any, leaving: Leaving) -> None:
         ids = np.full(int(chosen.sum()), leaving.request_id, dtype=np.uint64)
         tokens = leaving.gathered.token_ids[chosen].astype(np.uint32)
         ring.write(ids, positions[chosen].astype(np.uint32), tokens, int(version), hidden[chosen])
-
-
-HOOKS = (
-    (
-        "sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode",
-        "AROUND",
-        full_rows,
-    ),
-    ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER", model_loaded),
-    ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND", add_last),
-    ("sglang.srt.model_executor.model_runner.ModelRunner.forward", "AROUND", forwarded),
-    ("sglang.srt.mem_cache.common.release_kv_cache", "BEFORE", released),
-)

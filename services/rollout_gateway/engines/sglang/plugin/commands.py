@@ -29,7 +29,7 @@ from rollout_gateway.engines.requests.admission import check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm
 from rollout_gateway.engines.requests.memory import check_held, check_idle, check_released
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
+from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.worker.commands import answer
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class SchedulerEngine:
         check_held(self._released)
         check_arm(request.forced_arm, plugin.arms.arms)
         check_capabilities("sglang", plugin.info.capabilities, request)
-        tracked = Tracked(plugin.admission.sequence(request), plugin.versions.drafter)
-        plugin.requests[rid_of(request.request_id)] = tracked
+        sequence, rid = plugin.admission.sequence(request), plugin.rid_for(request.request_id)
+        tracked = plugin.requests[rid] = Tracked(sequence, plugin.versions.drafter, rid)
         plugin.scheduler.handle_generate_request(as_sglang_request(tracked, plugin.versions))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
@@ -83,13 +83,13 @@ class SchedulerEngine:
 
         plugin = self._plugin
         chosen = [
-            one.request.request_id
-            for one in plugin.requests.values()
+            rid
+            for rid, one in plugin.requests.items()
             if request_ids is None or one.request.request_id in request_ids
         ]
-        for request_id in chosen:
-            plugin.end(rid_of(request_id), Finish.ABORT)
-            plugin.scheduler.abort_request(AbortReq(rid=rid_of(request_id)))
+        for rid in chosen:
+            plugin.end(rid, Finish.ABORT)
+            plugin.scheduler.abort_request(AbortReq(rid=rid))
         return []
 
     def pause(self, mode: PauseMode) -> list[Chunk]:

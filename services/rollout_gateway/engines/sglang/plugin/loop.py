@@ -64,7 +64,7 @@ def finishing(
         return
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 
-    req.finished_len = len(tracked.sequence.tokens)
+    req.finished_len = len(tracked.sequence.tokens) - len(tracked.request.response)
     if finish is Finish.LENGTH:
         req.finished_reason = FINISH_LENGTH(length=req.finished_len)
     else:
@@ -115,21 +115,3 @@ def _stream_one(plugin: Plugin, req: Any) -> None:
 def start(plugin: Plugin, scheduler: Any) -> None:
     """BEFORE Scheduler.run_event_loop."""
     plugin.start(scheduler)
-
-
-HOOKS = (
-    ("sglang.srt.managers.scheduler.Scheduler.run_event_loop", "BEFORE", start),
-    (
-        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
-        "AROUND",
-        received,
-    ),
-    ("sglang.srt.managers.scheduler.Scheduler.process_input_requests", "AROUND", processed),
-    ("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", "AROUND", forwarding),
-    ("sglang.srt.managers.schedule_batch.Req.update_finish_state", "AROUND", finishing),
-    (
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer._stream_output_generation",
-        "AROUND",
-        streaming,
-    ),
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.plugin.sampling import PendingDraws, foreign_sampling
 from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
 from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -70,7 +71,8 @@ class Plugin:
         self.slot_rows: SlotRows | None = None
         self.rows_invalid = 0
         self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
-        self.requests: dict[str, Tracked] = {}
+        self.requests: dict[str, Tracked] = {}  # by SGLang's name of them
+        self._numbers = itertools.count(1)  # the same on every rank
         self.batch: Any = None  # of the target's forward that runs now
         self._pending: list[PendingDraws] = []
         self._table = DrawTable()
@@ -195,11 +197,16 @@ class Plugin:
 
     # ---- requests
 
+    def rid_for(self, request_id: int) -> str:
+        """A name for SGLang that no request has had."""
+        return rid_of(request_id, next(self._numbers))
+
     def take(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
         """SGLang has taken the tokens of a round."""
         before = len(tracked.sequence.tokens)
         tracked.confirm(output_ids, strict=self.rank == 0)
-        self._tokens_emitted += len(tracked.sequence.tokens) - before
+        if not tracked.request.probe:
+            self._tokens_emitted += len(tracked.sequence.tokens) - before
 
     def end(self, rid: str, finish: Finish | None = None, error: str = "") -> None:
         """Tell the last chunk of a request and forget it. `finish`: it ends before its own end."""

@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
+from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 
 def cache_key(versions: VersionSet) -> str:
@@ -19,17 +19,20 @@ def cache_key(versions: VersionSet) -> str:
 def as_sglang_request(tracked: Tracked, versions: VersionSet) -> Any:
     """TokenizedGenerateReqInput.
 
-    Draws and stops are ours, so SGLang is told of neither; it keeps the token limit.
+    Draws and stops are ours, so SGLang is told of neither; it keeps the token limit. To it a
+    response that goes on is the end of the prompt.
     """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=tracked.sequence.token_limit, ignore_eos=True)
+    request = tracked.request
+    left = tracked.sequence.token_limit - len(request.response)
+    params = SamplingParams(max_new_tokens=left, ignore_eos=True)
     params.normalize(None)
     return TokenizedGenerateReqInput(
-        rid=rid_of(tracked.request.request_id),
+        rid=tracked.rid,
         input_text=None,
-        input_ids=array("q", tracked.request.prompt),
+        input_ids=array("q", request.known),
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,

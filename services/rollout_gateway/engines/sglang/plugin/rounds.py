@@ -103,7 +103,7 @@ def eagle_round(
     return _run(plan, original, worker, batch, *args, **kwargs)
 
 
-def eagle_catch_up(plugin: Any, original: Any, drafter: Any, batch: Any, result: Any) -> None:
+def eagle_catch_up(plugin: Any, original: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND EagleDraftWorker._draft_extend_for_decode: proposals for the next round at the
     launch's width.
 
@@ -111,7 +111,7 @@ def eagle_catch_up(plugin: Any, original: Any, drafter: Any, batch: Any, result:
     wider than this one.
     """
     with swapped(drafter, "topk", plugin.arms.maximum.topk):
-        original(drafter, batch, result)
+        original(drafter, *args, **kwargs)
 
 
 def ngram_round(
@@ -235,21 +235,3 @@ def _widen(draft_input: Any, width: int, launch: int) -> None:
     draft_input.accept_tokens = torch.nn.functional.pad(tokens, (0, launch - width)).flatten()
     draft_input.draft_token_num = draft_input.num_tokens_per_req = launch
     draft_input.num_tokens_for_logprob_per_req = launch
-
-
-_EAGLE = "sglang.srt.speculative.eagle_worker_v2"
-_NGRAM = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
-_RESULTS = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-)
-HOOKS = (
-    (f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs", "AROUND", prepare_eagle),
-    (f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation", "AROUND", eagle_round),
-    (f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode", "AROUND", eagle_catch_up),
-    (f"{_NGRAM}.init_cuda_graphs", "AROUND", prepare_ngram),
-    (f"{_NGRAM}.forward_batch_generation", "AROUND", ngram_round),
-    (f"{_NGRAM}._prepare_draft_tokens", "AROUND", ngram_drafts),
-    (f"{_NGRAM}._update_ngram_corpus", "AROUND", ngram_learn),
-    (f"{_RESULTS}._resolve_spec_v2_tokens", "AROUND", tokens_resolved),
-    (f"{_RESULTS}._handle_finish_state_updated_req", "AROUND", row_advanced),
-)

@@ -168,6 +168,7 @@ def sample_hook(
     top_logprobs_nums: Any,
     token_ids_logprobs: Any,
     positions: Tensor,
+    **kwargs: Any,
 ) -> Tensor:
     """AROUND Sampler.forward: one token per row after a prefill or a round without drafts."""
     batch = plugin.batch
@@ -181,6 +182,7 @@ def sample_hook(
             top_logprobs_nums,
             token_ids_logprobs,
             positions,
+            **kwargs,
         )
 
     ready = sampler._preprocess_logits(logits, sampling_info)
@@ -205,12 +207,15 @@ def verify_hook(
     logits_output: Any,
     grammar_mask: Any = None,
     uno_target_max_top_k: int | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AROUND eagle_sample: which nodes of each tree are accepted, and the token after each of
     them.
     """
     if batch.forward_mode.is_idle():
-        return original(verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k)
+        return original(
+            verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, **kwargs
+        )
     size, nodes = len(batch.reqs), verify_input.draft_token_num
     logits = logits_output.next_token_logits
     if batch.sampling_info.logit_bias is not None:
@@ -249,9 +254,3 @@ def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, T
     offsets = torch.arange(len(accepted.path), device=tokens.device)[:, None] * nodes
     index = torch.where(accepted.path >= 0, accepted.path + offsets, -1)
     return tokens.int(), accepted.lengths.int(), index.int()
-
-
-HOOKS = (
-    ("sglang.srt.layers.sampler.Sampler.forward", "AROUND", sample_hook),
-    ("sglang.srt.speculative.eagle_utils.eagle_sample", "AROUND", verify_hook),
-)

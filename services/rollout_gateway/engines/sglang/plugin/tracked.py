@@ -16,9 +16,13 @@ RID_PREFIX = "paceline-"
 Alternatives = tuple[tuple[int, float], ...]
 
 
-def rid_of(request_id: int) -> str:
-    """SGLang's id of our request. Of one length, because SGLang aborts by prefix."""
-    return f"{RID_PREFIX}{request_id:020d}"
+def rid_of(request_id: int, number: int) -> str:
+    """SGLang's id of our request. Of one length, because SGLang aborts by prefix.
+
+    number: of the enqueued one: a request that was ended and goes on must not be taken for what the
+    running round still holds of it.
+    """
+    return f"{RID_PREFIX}{request_id:020d}-{number:012d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Tracked:
     sequence: RunningSequence
     # serving when it was enqueued: drafts for it come from states of that drafter
     drafter_version: int
+    rid: str = ""  # SGLang's name of it
     # response index -> draw, until SGLang takes it
     draws: dict[int, Drawn] = field(default_factory=dict)
 
@@ -69,21 +74,21 @@ class Tracked:
         ]
 
     def confirm(self, output_ids: Sequence[int], *, strict: bool) -> None:
-        """SGLang's response tokens from the first on; those after the end of the request are not
-        taken.
+        """SGLang's response tokens from the first on, which are those behind what the request went
+        on from; those after the end of the request are not taken.
 
         strict: raises InternalError when they are not our draws. Ranks that follow rank 0's choice
         are not strict: a near-tie may have fallen otherwise there, and they tell nobody.
         """
-        sequence = self.sequence
-        for index in range(len(sequence.tokens), len(output_ids)):
-            drawn = self.draws.pop(index, None)
+        sequence, before = self.sequence, len(self.request.response)
+        for index in range(len(sequence.tokens), before + len(output_ids)):
+            drawn, token = self.draws.pop(index, None), output_ids[index - before]
             if not strict:
-                drawn = Drawn(output_ids[index], 0.0, 0.0, 0)
-            elif drawn is None or drawn.token != output_ids[index]:
+                drawn = Drawn(token, 0.0, 0.0, 0)
+            elif drawn is None or drawn.token != token:
                 raise InternalError(
                     f"SGLang's token {index} of request {self.request.request_id} is not the draw",
-                    seen=output_ids[index],
+                    seen=token,
                     allowed=drawn,
                 )
             assert drawn is not None

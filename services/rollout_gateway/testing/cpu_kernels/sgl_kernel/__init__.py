@@ -1,4 +1,4 @@
-"""The part of `sgl_kernel` that SGLang 0.5.21 calls on the CPU, in plain torch. Owns no state.
+"""The part of `sgl_kernel` that SGLang calls on the CPU, in plain torch. Owns no state.
 
 SGLang finds most functions by import and the two attentions as `torch.ops.sgl_kernel.<name>`.
 `convert_weight_packed` must stay absent: its presence is how SGLang decides that the AMX kernels

@@ -1,0 +1,177 @@
+"""Answers for the gateway: rollouts on simulated workers, memory given back and taken, commits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.simulation.decoding import SimulatedResponse, SimulatedWorker
+from benchmarks.simulation.site import Site
+from coordinator.machine import commands, events
+from coordinator.machine.state import CommitMode, Portion, RunSettings, Schedule
+from paceline.streams.journal_line import SlotUse
+from paceline.trajectory import VersionSet
+
+
+@dataclass(slots=True)
+class SimulatedRollout:
+    """The tasks of a step under way."""
+
+    epoch: int
+    began_s: float
+    owed: Counter[int] = field(default_factory=Counter)  # responses, by worker
+    missing: Counter[int] = field(default_factory=Counter)  # responses, by group
+    tail_s: float = 0.0  # when a sixteenth of them was left
+
+
+class SimulatedGateway:
+    """Workers with a slot each, and the responses that have ended."""
+
+    def __init__(self, site: Site, settings: RunSettings) -> None:
+        self._site, self._settings = site, settings
+        self._workers = [SimulatedWorker(site.fleet, index) for index in range(settings.workers)]
+        self._lent: set[int] = set()  # workers that have given their memory back
+        self._versions = VersionSet()
+        self._running: dict[int, SimulatedRollout] = {}  # by step
+        self._ended: dict[tuple[int, int], list[SimulatedResponse]] = {}  # by step and group
+        self.tails: list[float] = []  # of rollouts: the last sixteenth of the responses' share
+
+    def run_tasks(self, command: commands.RunTasks) -> None:
+        """Emits GroupClosed where groups are trained one by one, ShareDone for every worker, then
+        TasksFinished.
+        """
+        self._site.time.after(self._take_memory(), lambda: self._begin(command))
+
+    def resume_rollouts(self, command: commands.ResumeRollouts) -> None:
+        """Lets held requests go on."""
+        self._take_memory()
+
+    def take(self, portions: Iterable[Portion]) -> Sequence[SimulatedResponse]:
+        """The responses of a batch, once."""
+        return [
+            response
+            for portion in portions
+            for group in range(self._site.fleet.groups)
+            if portion.groups is None or portion.groups >> group & 1
+            for response in self._ended.pop((portion.step, group))
+        ]
+
+    def release(self, slots: Collection[int], then: Callable[[], None]) -> None:
+        """Has workers on these slots hold their requests and give their memory back, if they have
+        not.
+        """
+        now_s = self._site.time.now_s
+        workers = [one for one in self._workers if one.index in slots]
+        for worker in workers:
+            worker.pause(now_s)
+        named = {one.index for one in workers}
+        waits = self._site.fleet.release_s if named - self._lent else 0.0
+        self._lent |= named
+        self._site.time.after(self._site.fleet.message_s + waits, then)
+
+    def commit(self, command: commands.Commit) -> None:
+        """Emits Committed; workers decode nothing meanwhile, then go on as the commit mode says."""
+        site, now_s = self._site, self._site.time.now_s
+        held = [one for one in self._workers if len(one) and not one.paused]
+        for worker in held:
+            worker.pause(now_s)
+        site.slots.set([one.index for one in held], SlotUse.TRANSFERRING, now_s)
+        site.slots.push(self._settings.policy_slots, now_s)
+        site.time.after(site.fleet.commit_s, lambda: self._committed(command, held))
+
+    def _committed(self, command: commands.Commit, held: Sequence[SimulatedWorker]) -> None:
+        site, now_s, mode = self._site, self._site.time.now_s, self._settings.commit_mode
+        self._versions = command.versions
+        for worker in self._workers:
+            if mode is CommitMode.ABORT:
+                worker.begin_again(now_s, command.versions.policy)
+            else:
+                worker.swap(now_s, command.versions.policy)
+        for worker in held:
+            self._go_on(worker, recompute=mode is CommitMode.RETRACT)
+        site.slots.push((), now_s)
+        site.tell(events.Committed(now_s, command.versions))
+
+    def _take_memory(self) -> float:
+        """Gives workers their memory again; returns the seconds until all have it."""
+        site, wait_s = self._site, self._site.fleet.message_s
+        if not self._lent:
+            return wait_s
+        wait_s += site.fleet.resume_s
+        for worker in (self._workers[index] for index in sorted(self._lent)):
+            site.slots.set([worker.index], SlotUse.TRANSFERRING, site.time.now_s)
+            site.time.after(wait_s, partial(self._go_on, worker, recompute=True))
+        self._lent.clear()
+        return wait_s
+
+    def _go_on(self, worker: SimulatedWorker, *, recompute: bool) -> None:
+        site, now_s = self._site, self._site.time.now_s
+        use = SlotUse.GENERATING if len(worker) else SlotUse.IDLE
+        site.slots.set([worker.index], use, now_s)
+        tokens = worker.held_tokens(now_s) if recompute else 0
+
+        def decode() -> None:
+            worker.go_on(site.time.now_s)
+            self._await_end(worker)
+
+        site.time.after(tokens / site.fleet.prefill_tokens_s, decode)
+
+    def _begin(self, command: commands.RunTasks) -> None:
+        """Sample j of task i goes to worker (i * samples + j) mod workers."""
+        site, fleet, now_s = self._site, self._site.fleet, self._site.time.now_s
+        rollout = self._running[command.step] = SimulatedRollout(command.epoch, now_s)
+        for group in range(fleet.groups):
+            self._ended[command.step, group] = []
+            lengths = fleet.lengths.of_group(command.step * fleet.groups + group, fleet.samples)
+            for sample, tokens in enumerate(lengths):
+                worker = self._workers[(group * fleet.samples + sample) % len(self._workers)]
+                rollout.owed[worker.index] += 1
+                rollout.missing[group] += 1
+                response = SimulatedResponse(command.step, group, sample, tokens)
+                worker.add(now_s, self._versions.policy, response)
+        for worker in self._workers:
+            if rollout.owed[worker.index]:
+                site.slots.set([worker.index], SlotUse.GENERATING, now_s)
+                self._await_end(worker)
+            else:
+                site.tell(events.ShareDone(now_s, rollout.epoch, worker.index))
+
+    def _await_end(self, worker: SimulatedWorker) -> None:
+        end_s, turn = worker.next_end_s(), worker.turn
+        if end_s is None:
+            return
+
+        def ended() -> None:
+            if worker.turn == turn:
+                self._ends(worker, worker.end_first(self._site.time.now_s))
+
+        self._site.time.after(end_s - self._site.time.now_s, ended)
+
+    def _ends(self, worker: SimulatedWorker, response: SimulatedResponse) -> None:
+        site, now_s = self._site, self._site.time.now_s
+        step, group = response.step, response.group
+        rollout = self._running[step]
+        self._ended[step, group].append(response)
+        rollout.owed[worker.index] -= 1
+        rollout.missing[group] -= 1
+        if rollout.owed.total() == site.fleet.step_samples // 16:
+            rollout.tail_s = now_s
+        if not len(worker):
+            site.slots.set([worker.index], SlotUse.IDLE, now_s)
+        self._await_end(worker)
+        by_group = self._settings.schedule is Schedule.FULLY_ASYNC
+        if by_group and not rollout.missing[group]:
+            closed = len(self._ended[step, group])
+            site.tell(events.GroupClosed(now_s, rollout.epoch, group, f"{step}.{group}", closed))
+        if not rollout.owed[worker.index]:
+            site.tell(events.ShareDone(now_s, rollout.epoch, worker.index))
+        if not rollout.owed.total():
+            self._finished(step, rollout)
+
+    def _finished(self, step: int, rollout: SimulatedRollout) -> None:
+        now_s = self._site.time.now_s
+        del self._running[step]
+        self.tails.append((now_s - rollout.tail_s) / (now_s - rollout.began_s))
+        self._site.tell(events.TasksFinished(now_s, rollout.epoch))

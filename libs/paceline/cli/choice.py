@@ -1,0 +1,53 @@
+"""`paceline rollback`, `pin` and `unpin`: which drafter serves from the next commit on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from paceline.cli.access import Coordinator, coordinator_answers
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+DEADLINE_S = 5.0
+
+Request = pb.RollBackRequest | pb.PinDrafterRequest | pb.UnpinDrafterRequest
+
+
+async def choose_drafter(coordinator: Coordinator, request: Request, console: Console) -> int:
+    """Prints what serves from the next commit on; 0.
+
+    Raises Unavailable when no coordinator answers, FailedPrecondition naming what speaks against
+    it: no run goes on, the version is not kept, another one is pinned.
+    """
+    async with coordinator.channel() as connection:
+        stub: Any = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
+        calls = {
+            pb.RollBackRequest: stub.RollBack,
+            pb.PinDrafterRequest: stub.PinDrafter,
+            pb.UnpinDrafterRequest: stub.UnpinDrafter,
+        }
+        with coordinator_answers(coordinator):
+            answer = await calls[type(request)](request, timeout=DEADLINE_S)
+    console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
+    if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
+        console.print(
+            f"to keep it beyond the next step: paceline pin {answer.drafters.chosen}",
+            highlight=False,
+        )
+    return 0
+
+
+def drafter_line(drafters: pb.DrafterChoice) -> str:
+    """Which drafter serves, what was chosen, and what waits for it."""
+    parts = [f"drafter d{drafters.serving} serves"]
+    chosen = drafters.chosen if drafters.HasField("chosen") else None
+    if chosen is not None and chosen != drafters.serving:
+        parts.append(f"d{chosen} from the next commit on{', pinned' if drafters.pinned else ''}")
+    elif drafters.pinned:
+        parts[0] += ", pinned"
+    if drafters.HasField("promoted"):
+        waits = "its own commit" if chosen is None else "unpin" if drafters.pinned else "a step"
+        parts.append(f"d{drafters.promoted} was promoted and waits for {waits}")
+    return "; ".join(parts)

@@ -1,0 +1,96 @@
+"""Keeps the drafter that an operator chooses: by a pin until it is taken away, by a rollback for a
+step.
+
+Either has its effect with the next commit. What the gate promotes meanwhile waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from coordinator.machine import events
+from coordinator.machine.decision import Decision, refused
+from coordinator.machine.state import DrafterPin, Phase, State
+
+
+class Objection(NamedTuple):
+    """Why an operator does not get what they ask for."""
+
+    message: str
+    seen: object
+    allowed: str
+
+
+def objection(state: State, event: events.DrafterChosen) -> Objection | None:
+    """What speaks against a choice now; None when nothing does."""
+    serving, previous = state.versions.drafter, state.previous_drafter
+    if not _commits_follow(state):
+        return Objection("no commit follows in this run", state.doing, "a step that is to end")
+    if state.pin is not None and state.pin.lasting and not event.lasting:
+        return Objection("a drafter is pinned", f"d{state.pin.version}", "unpin it first")
+    if state.committing is not None and state.committing.drafter != serving:
+        return Objection(
+            "another drafter is being committed",
+            f"d{state.committing.drafter}",
+            "ask again when it serves",
+        )
+    if event.version is None and not event.lasting and previous is None and state.pin is None:
+        return Objection(
+            "there is no drafter to go back to",
+            "none served before, or it has been gone back to",
+            "after a promotion has been committed",
+        )
+    if event.version not in (None, serving, previous):
+        kept = [serving] if previous is None else [serving, previous]
+        return Objection(
+            "no such drafter version is kept",
+            f"d{event.version}",
+            " or ".join(f"d{version}" for version in kept),
+        )
+    return None
+
+
+def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
+    """Pins the serving drafter or the one before; refused where nothing is left to choose."""
+    if objection(state, event) is not None:
+        return refused(state, event, event.version or 0, state.versions.drafter)
+    version = _meant(state, event)
+    done = version == state.versions.drafter and not event.lasting
+    pin = None if done else DrafterPin(version, event.lasting)
+    return Decision(replace(state, pin=pin, rollback=False))
+
+
+def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
+    """Lets what was promoted meanwhile serve with the next commit; a rollback that is due is
+    withdrawn.
+    """
+    return Decision(replace(state, pin=None))
+
+
+def due_drafter(state: State) -> int:
+    """The drafter that is to serve before the next policy does."""
+    if state.pin is not None:
+        return state.pin.version
+    if state.rollback and state.promoted is None and state.previous_drafter is not None:
+        return state.previous_drafter
+    return state.versions.drafter
+
+
+def _meant(state: State, event: events.DrafterChosen) -> int:
+    """The version that an event without one names: a rollback that is due is meant again."""
+    if event.version is not None:
+        return event.version
+    if event.lasting:
+        return state.versions.drafter
+    if state.pin is not None:
+        return state.pin.version
+    assert state.previous_drafter is not None
+    return state.previous_drafter
+
+
+def _commits_follow(state: State) -> bool:
+    steps_left = state.settings.total_steps - state.step
+    if state.learner.phase is Phase.COMMIT:
+        steps_left -= 1
+    return state.phase in (Phase.RUNNING, Phase.EVALUATE) and steps_left > 0

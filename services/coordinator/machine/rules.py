@@ -1,0 +1,113 @@
+"""Begins what a track may begin by itself: RULES, in their order, of which the first that changes
+something is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from coordinator.machine.commands import BeginStep
+from coordinator.machine.decision import Decision
+from coordinator.machine.drafter import lease_released, preempt
+from coordinator.machine.schedule import (
+    at_rest,
+    may_call,
+    may_commit,
+    may_draw,
+    may_take_turn,
+    next_batch,
+)
+from coordinator.machine.state import DrawnStep, Phase, Portion, State, with_learner, with_rollouts
+
+
+def commit_set(state: State) -> Decision | None:
+    """The prepared set is committed when the rollouts that it has waited for have ended."""
+    waits = state.learner.phase is Phase.COMMIT and state.committing is None
+    return Decision(state, enters=Phase.COMMIT) if waits and may_commit(state) else None
+
+
+def train_policy(state: State) -> Decision | None:
+    """The policy trains when drafter and rollouts have left its slots, which they are told to."""
+    if state.learner.phase is not Phase.PREEMPT or not may_take_turn(state):
+        return None
+    if state.settings.colocated and state.lease is not None:
+        return preempt(state)
+    if state.settings.colocated and state.rollouts.phase is Phase.ROLLOUT:
+        return Decision(state, enters=Phase.SUSPENDED)
+    return Decision(state, enters=Phase.POLICY)
+
+
+def take_batch(state: State) -> Decision | None:
+    """The learner takes the next batch when it is there."""
+    if state.learner.phase is not Phase.IDLE or not may_take_turn(state):
+        return None
+    batch = next_batch(state)
+    if not batch:
+        return None
+    portions = {portion.step: portion for portion in batch}
+    draws = tuple(_taken(draw, portions.get(draw.step)) for draw in state.rollouts.draws)
+    state = with_learner(with_rollouts(state, draws=draws), batch=batch, attempts=0)
+    return Decision(state, enters=Phase.PREEMPT)
+
+
+def roll_out(state: State) -> Decision | None:
+    """Tasks that are drawn or were interrupted are called when the drafter has left their slots;
+    suspended rollouts go on.
+    """
+    if not may_call(state):
+        return None
+    if state.rollouts.phase is Phase.SUSPENDED:
+        return Decision(state, enters=Phase.ROLLOUT)
+    if all(draw.called for draw in state.rollouts.running):
+        return None
+    return preempt(state) if state.lease is not None else Decision(state, enters=Phase.ROLLOUT)
+
+
+def draw_tasks(state: State) -> Decision | None:
+    """The tasks of the next step are drawn."""
+    if not may_draw(state):
+        return None
+    return Decision(with_rollouts(state, drawing=True), (BeginStep(state.rollouts.step),))
+
+
+def rest(state: State) -> Decision | None:
+    """Between two steps the run is evaluated or ends, without a drafter on the slots."""
+    over = state.step >= state.settings.total_steps
+    if not at_rest(state) or not (state.evaluations or over):
+        return None
+    if state.lease is not None:
+        return preempt(state)
+    return Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
+
+
+RULES: tuple[Callable[[State], Decision | None], ...] = (
+    commit_set,
+    train_policy,
+    take_batch,
+    roll_out,
+    draw_tasks,
+    rest,
+    lease_released,
+)
+
+
+def follow(state: State) -> Decision | None:
+    """What begins now; None when nothing does."""
+    if state.phase is not Phase.RUNNING:
+        return None
+    for rule in RULES:
+        decision = rule(state)
+        if decision is None:
+            continue
+        changed = decision.state is not state
+        if changed or decision.commands or decision.enters is not None:
+            return decision
+    return None
+
+
+def _taken(draw: DrawnStep, portion: Portion | None) -> DrawnStep:
+    if portion is None:
+        return draw
+    groups = draw.closed if portion.groups is None else portion.groups
+    return replace(draw, taken=draw.taken | groups)

@@ -1,0 +1,174 @@
+"""Says when the schedule and the placement let a track begin something: a step's tasks, a batch, a
+commit. They differ here and nowhere else.
+
+- `sync`: a step's tasks are drawn when the step before is committed.
+- `one_step_off`: a step's tasks run while the step before is trained, whose set is committed when
+  they have ended: a trajectory has one version.
+- `fully_async`: tasks are drawn as far ahead as `capacity` allows. A batch is the next
+  `groups_per_step` groups that have closed, those of older steps first, unless what it leaves could
+  then not be trained in time, and its set is committed among the rollouts that go on.
+
+Colocated tracks take turns on the slots: the policy trains when all rollouts have ended or, in
+`fully_async`, are suspended, and no rollout begins while it holds or needs the slots. Both tracks
+come to rest before an evaluation and before the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.machine.state import (
+    Evaluation,
+    Holder,
+    Phase,
+    Portion,
+    RunSettings,
+    Schedule,
+    Service,
+    State,
+)
+
+
+def capacity(
+    *, limit: int, running: int, max_lag: int, version: int, batch: int, accepted: int
+) -> int:
+    """Groups that may begin: min(limit - running, (max_lag + version + 1) * batch - (accepted +
+    running)), the admission of AReaL (arXiv:2505.24298, section 5.1).
+
+    `limit`: groups that may run at once; 0: any number. `running`: groups that have begun and not
+    closed. `accepted`: groups that have closed, trained or not. One that the trainer dropped as too
+    old counts too: its place in a batch was used. `version`: batches committed, of `batch` groups
+    each.
+    """
+    allowed = (max_lag + version + 1) * batch - (accepted + running)
+    return min(limit - running, allowed) if limit else allowed
+
+
+def may_draw(state: State) -> bool:
+    """Whether the next step's tasks may begin."""
+    settings, rollouts = state.settings, state.rollouts
+    if rollouts.drawing or rollouts.step >= settings.total_steps or not _before_evaluations(state):
+        return False
+    overlaps = settings.schedule is Schedule.FULLY_ASYNC
+    if not overlaps and (rollouts.running or state.committing is not None):
+        return False
+    if learner_needs_slots(state) or rollouts.phase is Phase.SUSPENDED:
+        return False
+    batch, open_groups = settings.groups_per_step, groups_running(state)
+    return batch <= capacity(
+        limit=settings.max_groups_in_flight,
+        running=open_groups,
+        max_lag=settings.max_policy_lag,
+        version=state.step,
+        batch=batch,
+        accepted=rollouts.step * batch - open_groups,
+    )
+
+
+def groups_running(state: State) -> int:
+    """Groups that have begun and not closed."""
+    batch = state.settings.groups_per_step
+    return sum(batch - draw.closed.bit_count() for draw in state.rollouts.running)
+
+
+def learner_needs_slots(state: State) -> bool:
+    """Whether colocated rollouts have to wait for the policy."""
+    if not state.settings.colocated:
+        return False
+    if state.settings.schedule is Schedule.FULLY_ASYNC:
+        return state.learner.phase is not Phase.IDLE
+    return state.learner.phase is Phase.PREEMPT or bool(state.slots.counted(Holder.POLICY))
+
+
+def may_call(state: State) -> bool:
+    """Whether tasks that are drawn, or were interrupted, may be called."""
+    if Service.GATEWAY in state.lost or (
+        state.slots.counted(Holder.POLICY) and (state.settings.colocated)
+    ):
+        return False
+    suspends = state.settings.colocated and state.settings.schedule is Schedule.FULLY_ASYNC
+    return state.learner.phase is Phase.IDLE or not suspends
+
+
+def next_batch(state: State) -> tuple[Portion, ...]:
+    """What the learner trains next; empty while that is not there."""
+    draws, wanted = state.rollouts.draws, state.settings.groups_per_step
+    if state.settings.schedule is not Schedule.FULLY_ASYNC:
+        ended = any(draw.step == state.step and draw.finished for draw in draws)
+        return (Portion(state.step),) if ended else ()
+    portions: list[Portion] = []
+    for draw in draws:
+        groups = _lowest(draw.closed & ~draw.taken, wanted)
+        wanted -= groups.bit_count()
+        if groups:
+            portions.append(Portion(draw.step, groups))
+    return () if wanted or not leaves_time(state, portions) else tuple(portions)
+
+
+def leaves_time(state: State, batch: Sequence[Portion]) -> bool:
+    """Whether what a batch leaves can still be trained within `max_policy_lag`: a group drawn at
+    version v by version v + max_policy_lag, a batch each. Else the learner waits for the groups
+    that are late, which `capacity` has left room for; so no token becomes too old to be trained.
+    """
+    settings, left, running = state.settings, 0, 0
+    takes = {portion.step: portion.groups or 0 for portion in batch}
+    for draw in state.rollouts.draws:
+        left += settings.groups_per_step - (draw.taken | takes.get(draw.step, 0)).bit_count()
+        running += settings.groups_per_step - draw.closed.bit_count()
+        later = max(0, draw.version + settings.max_policy_lag - state.step)
+        if running and left > later * settings.groups_per_step:
+            return False
+    return True
+
+
+def may_take_turn(state: State) -> bool:
+    """Whether rollouts leave the policy its slots, of themselves or when they are told to."""
+    if not state.settings.colocated or state.settings.schedule is Schedule.FULLY_ASYNC:
+        return True
+    return not state.rollouts.running
+
+
+def may_commit(state: State) -> bool:
+    """Whether no rollout would get two versions where it must have one."""
+    rollouts = state.rollouts
+    alone = not rollouts.running and not rollouts.drawing
+    return alone or state.settings.schedule is Schedule.FULLY_ASYNC
+
+
+def at_rest(state: State) -> bool:
+    """Whether nothing is rolled out, nothing is trained, and nothing waits for either."""
+    rollouts, learner = state.rollouts, state.learner
+    idle = rollouts.phase is Phase.READY and learner.phase is Phase.IDLE
+    return idle and not rollouts.drawing and rollouts.step == learner.step
+
+
+def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, ...]:
+    """Evaluations to make when that many steps are finished."""
+    ends = finished in (0, settings.total_steps)
+    due: list[Evaluation] = []
+    if settings.accuracy_enabled and (
+        ends or (settings.accuracy_every and finished % settings.accuracy_every == 0)
+    ):
+        due.append(Evaluation.ACCURACY)
+    if settings.probe_enabled and (
+        ends or (settings.probe_every and finished % settings.probe_every == 0)
+    ):
+        due.append(Evaluation.PROBE)
+    return tuple(due)
+
+
+def _before_evaluations(state: State) -> bool:
+    """Whether none is due before the next step's tasks."""
+    between = range(state.step + 1, state.rollouts.step + 1)
+    return not state.evaluations and not any(
+        evaluations_due(state.settings, finished) for finished in between
+    )
+
+
+def _lowest(bits: int, count: int) -> int:
+    """The lowest `count` bits that are set."""
+    chosen = 0
+    for _ in range(count):
+        lowest = bits & ~chosen
+        chosen |= lowest & -lowest
+    return chosen

@@ -1,0 +1,254 @@
+"""Has one worker take a new set first, and judges it there before the others follow.
+
+The canary draws a few tokens of prompts that the gateway has seen last: their log-probs have to be
+finite, and of a new drafter's drafts enough have to be accepted beside the serving drafter's. What
+the worker says to anybody else meanwhile is withheld: given out when it passes, drawn again under
+the former set when it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from paceline.arm_names import OFF, speculator_of
+from paceline.errors import DeadlineExceeded, PacelineError, Unavailable, WeightsError
+from paceline.telemetry import get_logger, span
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import Spool
+from rollout_gateway import metrics
+from rollout_gateway.config import CanaryConfig
+from rollout_gateway.workers.placement import Seat
+from rollout_gateway.workers.process import WorkerProcess
+from rollout_gateway.workers.router import Router
+
+REFUSED = "CANARY"
+"""Reason of the error of a set that a canary refused."""
+FINITE_TOKENS = 4
+"""Tokens of one prompt that show whether log-probs are finite."""
+LEAST_ACCEPTED = 8
+"""Drafts of the serving drafter that have to be accepted before another is measured by it: of fewer
+a good one may by chance have almost none.
+"""
+_MADE_UP = list(range(2, 18))  # token ids of a prompt where nothing was asked for yet
+_UNTRAINED = ("", "ngram")
+
+log = get_logger(__name__)
+
+
+class Drafted(NamedTuple):
+    """What came of a probe's drafts."""
+
+    accepted: int
+    rounds: int
+
+    @property
+    def per_round(self) -> float:
+        """Drafts accepted in a round."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+
+class FailedCheck(NamedTuple):
+    """A check that a set has not passed."""
+
+    check: str
+    seen: str
+    allowed: str
+
+
+class Canary:
+    """Chooses the worker that takes a set first, and probes it."""
+
+    def __init__(self, router: Router, spool: Spool, config: CanaryConfig) -> None:
+        self._router = router
+        self._spool = spool
+        self._config = config
+        self._numbers = itertools.count(1 << 62)  # requests of agents are counted from 1
+
+    async def first(
+        self,
+        processes: Sequence[WorkerProcess],
+        served: VersionSet,
+        versions: VersionSet,
+        commit: Callable[[WorkerProcess], Awaitable[None]],
+    ) -> WorkerProcess | None:
+        """The worker that serves the set already and has passed; None where the gateway has but
+        one, where none is there, or where canaries are switched off.
+
+        Raises WeightsError naming the check and the value when the set is refused, or when all
+        workers died of it; what `commit` raises when it failed on all.
+        """
+        if not self._config.enabled or self._router.count < 2 or not processes:
+            return None
+        failures: list[PacelineError] = []
+        for process in self._order(processes):
+            try:
+                with span("weights.canary", worker=process.index, seq=versions.seq):
+                    failed = await self._judge(process, served, versions, commit)
+            except PacelineError as error:
+                log.warning("no verdict of a canary", worker=process.index, error=str(error))
+                failures.append(error)
+                continue
+            if failed is None:
+                return process
+            metrics.SETS_REFUSED.record(check=failed.check)
+            log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
+            raise WeightsError(
+                f"engine worker {process.index}, the canary, refused set {versions.seq} "
+                f"(p{versions.policy}.d{versions.drafter}): {failed.check}",
+                seen=failed.seen,
+                allowed=failed.allowed,
+                reason=REFUSED,
+            )
+        if all(isinstance(one, Unavailable | DeadlineExceeded) for one in failures):
+            raise WeightsError(
+                f"every engine worker that tried set {versions.seq} was lost",
+                seen=str(failures[0]),
+                reason=REFUSED,
+            )
+        raise failures[0]
+
+    def _order(self, processes: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+        """Idle ones first. Of lent ones none, unless all are: then the coordinator commits between
+        two leases, and nobody computes on their slots.
+        """
+        seats = self._router.seats
+        there = [one for one in processes if not seats[one.index].released] or processes
+        return sorted(there, key=lambda one: len(seats[one.index].live))
+
+    async def _judge(
+        self,
+        process: WorkerProcess,
+        served: VersionSet,
+        versions: VersionSet,
+        commit: Callable[[WorkerProcess], Awaitable[None]],
+    ) -> FailedCheck | None:
+        """The check that the set has not passed on this worker; the worker is then replaced by one
+        that loads the former set.
+        """
+        seat = self._router.seats[process.index]
+        arm = self._arm(process, versions.drafter) if versions.drafter > served.drafter else ""
+        async with self._awake(seat, process):
+            former = arm and (self._arm(process, served.drafter) or arm)
+            before = await self._drafted(seat, former) if former else None
+            seat.withheld = []
+            try:
+                await commit(process)
+                failed = await self._failed(seat, process, versions, before, arm)
+                if failed is not None:
+                    await _replace(process)
+            except DeadlineExceeded:
+                await _replace(process)
+                raise
+            finally:
+                if not process.lost.done():  # else its requests begin again
+                    self._router.probes.give_out(seat)
+        return failed
+
+    async def _failed(
+        self,
+        seat: Seat,
+        process: WorkerProcess,
+        versions: VersionSet,
+        before: Drafted | None,
+        arm: str,
+    ) -> FailedCheck | None:
+        try:
+            answer = (await self._probe(seat, OFF, FINITE_TOKENS, 1))[0]
+        except DeadlineExceeded as error:
+            return FailedCheck("an answer to the probe", str(error), "one in time")
+        _still_there(process)
+        if answer.error:
+            return FailedCheck("finite log-probs", answer.error, "finite numbers")
+        taken = process.versions.drafter == versions.drafter  # a damaged one is left out
+        if before is None or before.accepted < LEAST_ACCEPTED or not taken:
+            return None
+        after = await self._drafted(seat, arm)
+        _still_there(process)
+        least = self._config.accepted * before.per_round
+        if after is not None and after.per_round >= least:
+            return None
+        seen = "no drafts" if after is None else f"{after.per_round:.3f} accepted drafts a round"
+        share = f"{self._config.accepted:g} of the serving drafter's {before.per_round:.3f}"
+        return FailedCheck("acceptance", seen, f">= {least:.3f}, {share}")
+
+    async def _drafted(self, seat: Seat, arm: str) -> Drafted | None:
+        """What comes of an arm's drafts on the probes; None when it cannot draft."""
+        prompts = max(len(self._router.probes.prompts), 1)
+        answers = await self._probe(seat, arm, self._config.tokens, prompts)
+        if any(answer.error for answer in answers):
+            return None
+        stats = [answer.speculation for answer in answers]
+        rounds = sum(one.drafted_rounds for one in stats)
+        return Drafted(sum(one.accepted_tokens for one in stats), rounds) if rounds else None
+
+    async def _probe(self, seat: Seat, arm: str, tokens: int, count: int) -> list[pb.TokenChunk]:
+        """Answers to the newest prompts. Raises DeadlineExceeded."""
+        ready = self._router.ready
+        room = max(1, min(256, ready.max_sequence_tokens - tokens))
+        prompts = [*self._router.probes.prompts][-count:] or [_MADE_UP]
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=tokens, seed=1, ignore_eos=True)
+        requests = [
+            pb.EngineRequest(
+                request_id=next(self._numbers),
+                prompt_token_ids=[token % ready.vocab_size for token in prompt[-room:]],
+                sampling=sampling,
+                forced_arm=arm if arm in ready.arms else "",
+                probe=True,
+            )
+            for prompt in prompts
+        ]
+        seconds = self._config.deadline_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._router.probes.answers(seat, requests)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine worker {seat.index} does not answer the canary's probe",
+                seen=f"{seconds:g} s",
+            ) from error
+
+    def _arm(self, process: WorkerProcess, drafter: int) -> str:
+        """An arm that drafts with the version; empty when there is none."""
+        kind = ""
+        if self._spool.has(pb.WEIGHT_TARGET_DRAFTER, drafter):
+            manifest = self._spool.manifest(pb.WEIGHT_TARGET_DRAFTER, drafter)
+            kind = manifest.metadata["speculator"] if manifest is not None else ""
+        for arm in process.ready.arms:
+            speculator = speculator_of(arm)
+            if speculator == kind if kind else speculator not in _UNTRAINED:
+                return arm
+        return ""
+
+    @asynccontextmanager
+    async def _awake(self, seat: Seat, process: WorkerProcess) -> AsyncIterator[None]:
+        """A lent worker has its memory for as long."""
+        if not seat.lent:
+            yield
+            return
+        await self._router.loans.wake(process)
+        try:
+            yield
+        finally:
+            if seat.lent and not process.lost.done():
+                try:
+                    await self._router.loans.free(process)
+                except PacelineError as error:
+                    log.error("a canary keeps a lent slot's memory", error=str(error))
+                    await _replace(process)
+
+
+def _still_there(process: WorkerProcess) -> None:
+    """Raises Unavailable when the worker has died: that is no verdict."""
+    if process.lost.done():
+        raise Unavailable(f"engine worker {process.index} was lost", seen=process.lost.result())
+
+
+async def _replace(process: WorkerProcess) -> None:
+    process.kill()
+    await asyncio.shield(process.lost)

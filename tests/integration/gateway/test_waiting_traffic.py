@@ -1,0 +1,131 @@
+"""Callers that wait for lent workers are told of; leases end by themselves once nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from integration.gateway.conftest import Served
+
+from paceline.local.patience import patient
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+
+PATIENCE_S = patient(20)
+SOON = {"reclaim_after_s": 0.2}
+SLOW = {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
+
+
+def lease(epoch: int) -> tpb.CommandContext:
+    return tpb.CommandContext(run_id="local", step=1, epoch=epoch)
+
+
+async def release(served: Served, epoch: int, *workers: int, outlasts_s: float = 0.0) -> None:
+    request = rpb.ReleaseWorkersRequest(
+        context=lease(epoch), workers=workers, outlasts_s=outlasts_s
+    )
+    await served.stub.ReleaseWorkers(request, timeout=PATIENCE_S)
+
+
+async def resume(served: Served, epoch: int) -> list[int]:
+    request = rpb.ResumeWorkersRequest(context=lease(epoch))
+    return list((await served.stub.ResumeWorkers(request, timeout=PATIENCE_S)).workers)
+
+
+@asynccontextmanager
+async def listening(served: Served) -> AsyncIterator[Any]:
+    call = served.stub.WatchTraffic(rpb.WatchTrafficRequest(), timeout=PATIENCE_S)
+    await call.initial_metadata()
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+def ask(served: Served, max_tokens: int = 8) -> asyncio.Task[httpx.Response]:
+    asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": max_tokens}
+    return asyncio.create_task(served.http.post("/v1/completions", json=asked))
+
+
+async def answered(request: asyncio.Task[httpx.Response]) -> None:
+    answer = await asyncio.wait_for(request, PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_callers_that_wait_for_lent_workers_are_told_of_and_served_once_they_are_back(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway(engine={"workers": 2}, **SOON) as served:
+        await release(served, 3, 0, 1)
+        async with listening(served) as news:
+            waits = ask(served)
+            told = await news.read()
+            assert (told.epoch, told.requests, list(told.workers)) == (3, 1, [0, 1])
+            async with listening(served) as late:
+                assert await late.read() == told, "who listens later is told as well"
+            assert not waits.done()
+            assert await resume(served, 4) == [0, 1]
+            await answered(waits)
+
+
+async def test_nothing_is_told_while_nobody_waits_for_a_lent_worker(serve_gateway: Any) -> None:
+    async with (
+        serve_gateway(engine={"workers": 2}, reclaim_after_s=0.01) as served,
+        listening(served) as news,
+    ):
+        await release(served, 3, 0)
+        for _ in range(5):
+            await answered(ask(served))
+        await resume(served, 4)
+        await release(served, 5, 0, 1)
+        waits = ask(served)
+        assert (await news.read()).epoch == 5, "the first that is told"
+        await resume(served, 6)
+        await answered(waits)
+
+
+async def test_more_than_the_serving_workers_take_at_once_is_told_of(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script |= SLOW
+    async with serve_gateway(engine={"workers": 2, "max_batch": 1}, **SOON) as served:
+        await release(served, 3, 1)
+        async with listening(served) as news:
+            requests = [ask(served, max_tokens=200) for _ in range(3)]
+            told = await news.read()
+            assert (told.epoch, list(told.workers)) == (3, [1])
+            assert 1 <= told.requests <= 2
+            assert await resume(served, 4) == [1]
+            for request in requests:
+                await answered(request)
+
+
+async def test_lent_workers_serve_again_when_their_coordinator_is_gone(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway() as served:
+        async with listening(served):
+            await release(served, 3, 0, outlasts_s=0.2)
+            waits = ask(served)
+            with pytest.raises(TimeoutError):  # for as long as somebody listens
+                await asyncio.wait_for(asyncio.shield(waits), 0.6)
+        await answered(waits)
+        await release(served, 4, 0, outlasts_s=0.2)  # by one that never listened
+        await answered(ask(served))
+
+
+async def test_a_restarted_gateway_ends_the_leases_of_a_coordinator_that_stays_away(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway() as served, listening(served):
+        await release(served, 3, 0, outlasts_s=0.2)
+    noted = served.config.spool / "lent.json"
+    assert json.loads(noted.read_text()) == {"workers": [0], "outlasts_s": 0.2, "epoch": 3}
+    async with serve_gateway() as served:
+        await answered(ask(served))
+    assert json.loads(noted.read_text())["workers"] == []

@@ -1,0 +1,126 @@
+"""What runs and gets nowhere is killed and started again; what others run is said to be away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from integration.supervised import QUICK, Events, stub_launch
+from redis.asyncio import Redis
+from redis_servers import foreign_redis
+
+from paceline.config import ServiceConfig, load_config
+from paceline.local.child import Launch
+from paceline.local.hung import LAST, Turns
+from paceline.local.patience import patient
+from paceline.local.redis import resolved, wait_redis
+from paceline.local.supervisor import Supervisor, run_launches
+from paceline.streams import connect
+
+HUNG_S = 1.5
+
+
+async def test_a_service_whose_loop_stands_is_replaced_though_it_answers_beats(
+    tmp_path: Path,
+) -> None:
+    events, words = Events(), ("--answers", "--turns", str(HUNG_S))
+    launches = [stub_launch("one", *words), stub_launch("two", *words)]
+    async with Supervisor(
+        launches, tmp_path, on_event=events.hear, policy=QUICK, hung_s=HUNG_S
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        before = supervisor.pids
+        os.kill(before["one"], signal.SIGUSR2)
+        began = time.monotonic()
+        await events.until(lambda heard: "died" in heard.kinds("one"))
+        assert time.monotonic() - began >= HUNG_S * 5 / 6
+        (died,) = [event for event in events if event.kind == "died"]
+        wanted = f"was killed by SIGKILL, hung: its loop got nowhere for {HUNG_S:g} s; log "
+        assert died.detail.startswith(wanted)
+        await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
+        assert (supervisor.pids["two"], "died" in events.kinds("two")) == (before["two"], False)
+
+
+async def test_a_loop_that_turns_or_has_ended_is_left_alone() -> None:
+    limit_s = 0.05
+    turning, ended = Turns(limit_s), Turns(limit_s)
+    ends = [asyncio.create_task(one.end()) for one in (turning, ended)]
+    turning.note("")
+    ended.note(LAST)
+    for _ in range(20):
+        await asyncio.sleep(limit_s / 3)
+        turning.note("")
+    assert not any(end.done() for end in ends)
+    time.sleep(4 * patient(limit_s))  # noqa: ASYNC251  the supervisor itself stands
+    turning.note("")
+    await asyncio.sleep(limit_s / 3)
+    assert not ends[0].done()
+    assert await asyncio.wait_for(ends[0], patient(20)) == ", hung: its loop got nowhere for 0.05 s"
+    assert not ends[1].done()
+    ends[1].cancel()
+
+
+@pytest.mark.parametrize("how", ["stopped", "hung"])
+async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    words = [f"run.dir={tmp_path}"]
+    config = resolved(load_config(ServiceConfig, "local", [], words))
+    launch = run_launches(config.model_copy(update={"redis": ServiceConfig().redis}), [], words)[0]
+    events = Events()
+    async with Supervisor(
+        [launch], tmp_path, on_event=events.hear, policy=QUICK, heartbeat_s=0.6, hung_s=2.0
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        client: Redis = connect(config.redis.durable_url)
+        await client.set("kept", "1")
+        if how == "stopped":
+            os.kill(psutil.Process(supervisor.pids["redis"]).pid, signal.SIGSTOP)
+        else:
+            endless = asyncio.create_task(client.eval("while true do end", 0))
+        await events.until(lambda heard: "died" in heard.kinds("redis"))
+        if how == "hung":
+            endless.cancel()
+        (died,) = [event for event in events if event.kind == "died"]
+        said = {"stopped": f", stopped: process {died.pid}", "hung": ", hung: no answer for 2 s"}
+        assert died.detail.startswith(f"was killed by SIGKILL{said[how]}"), died
+        await events.until(lambda heard: heard.kinds("redis").count("healthy") == 2)
+        assert await client.get("kept") == b"1"
+        await client.aclose()
+
+
+async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(
+    tmp_path: Path,
+) -> None:
+    events = Events()
+    with foreign_redis(tmp_path / "r") as url:
+
+        async def ping(deadline_s: float) -> None:
+            await wait_redis(url, deadline_s)
+
+        async with Supervisor(
+            [Launch("redis", (), ping, ping=ping), stub_launch("one", needs=("redis",))],
+            tmp_path,
+            on_event=events.hear,
+            heartbeat_s=0.4,
+            hung_s=1.0,
+        ) as supervisor:
+            await supervisor.start(patient(30.0))
+            (server,) = [
+                one
+                for one in psutil.Process().children()
+                if str(tmp_path / "r") in " ".join([*one.cmdline(), one.cwd()])
+            ]
+            server.suspend()
+            await events.until(lambda heard: "impaired" in heard.kinds("redis"))
+            await asyncio.sleep(patient(1.5))
+            server.resume()
+            await events.until(lambda heard: "recovered" in heard.kinds("redis"))
+            assert events.kinds("redis") == ["healthy", "impaired", "recovered"]
+            assert server.is_running()

@@ -1,0 +1,80 @@
+"""What the learner may take of the groups that have closed, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.machine.schedule import next_batch
+from coordinator.machine.state import (
+    DrawnStep,
+    LearnerTrack,
+    Phase,
+    Portion,
+    RolloutTrack,
+    RunSettings,
+    Schedule,
+    State,
+)
+
+ASYNC = RunSettings(
+    schedule=Schedule.FULLY_ASYNC, max_policy_lag=1, groups_per_step=2, total_steps=9
+)
+BOTH, FIRST, SECOND, NONE = 0b11, 0b01, 0b10, 0b00
+
+
+def state(version: int, *draws: DrawnStep) -> State:
+    rollouts = RolloutTrack(phase=Phase.ROLLOUT, step=len(draws), draws=draws)
+    return State(
+        settings=ASYNC, phase=Phase.RUNNING, rollouts=rollouts, learner=LearnerTrack(step=version)
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "draws", "batch"),
+    [
+        # Drawn at 0, so trained at 1 at the latest: what is late may wait for the next batch, ...
+        (
+            0,
+            [DrawnStep(0, 0, closed=FIRST), DrawnStep(1, 0, closed=FIRST)],
+            [(0, FIRST), (1, FIRST)],
+        ),
+        # ... and not for the one after it.
+        (
+            1,
+            [DrawnStep(0, 0, closed=FIRST, taken=FIRST), DrawnStep(1, 0, closed=BOTH, taken=FIRST)],
+            [],
+        ),
+        (
+            1,
+            [DrawnStep(0, 0, closed=BOTH, taken=FIRST), DrawnStep(1, 0, closed=BOTH, taken=FIRST)],
+            [(0, SECOND), (1, SECOND)],
+        ),
+        # Both of step 1 have closed; then those of step 0 and one of step 2 would not fit into the
+        # batch at version 2.
+        (
+            1,
+            [
+                DrawnStep(0, 0, closed=BOTH, taken=BOTH),
+                DrawnStep(1, 0, closed=FIRST),
+                DrawnStep(2, 1, closed=BOTH),
+            ],
+            [],
+        ),
+        # Groups of step 1 that are drawn at version 1 may be late while those of step 2 are taken.
+        (1, [DrawnStep(1, 1, closed=NONE), DrawnStep(2, 1, closed=BOTH)], [(2, BOTH)]),
+    ],
+)
+def test_a_batch_leaves_nothing_that_could_not_be_trained_in_time(
+    version: int, draws: list[DrawnStep], batch: list[tuple[int, int]]
+) -> None:
+    found = next_batch(state(version, *draws))
+    assert found == tuple(Portion(step, groups) for step, groups in batch)
+
+
+def test_a_batch_waits_for_nothing_that_may_be_late_for_ever() -> None:
+    draws = (DrawnStep(0, 0, closed=FIRST), DrawnStep(1, 0, closed=FIRST))
+    patient = replace(state(1, *draws), settings=replace(ASYNC, max_policy_lag=9))
+    assert next_batch(patient) == (Portion(0, FIRST), Portion(1, FIRST))
+    assert next_batch(state(1, *draws)) == ()
