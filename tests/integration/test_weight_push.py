@@ -250,6 +250,24 @@ async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> No
     assert receiver.spool.prepared == {(P, 1)}
 
 
+async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Start) -> None:
+    receiver = await start()
+    given = [from_numpy("a", np.zeros(1 << 20, np.float32))]
+    manifest = manifest_of(given, P, 1)
+    count = -(-manifest.total_bytes // CHUNK)
+    sent: list[int] = []
+
+    def spoil(chunk: PushChunk) -> PushChunk:
+        sent.append(chunk.chunk_index)
+        if chunk.chunk_index != 3:
+            return chunk
+        return PushChunk(chunk.target, chunk.version, 3, chunk.crc32 ^ 1, chunk.data, None)
+
+    with pytest.raises(DataLoss, match="chunk 3 of policy version 1 is corrupt"):
+        await send(receiver.channel, given, manifest, list(range(count)), spoil)
+    assert sent == list(range(count))  # no write was broken by the status
+
+
 async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     receiver = await start()
     given = tensors(1)

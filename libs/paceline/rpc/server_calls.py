@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ _FACTORIES = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+_HEAR_S, _HEAR_BYTES = 1.0, 64 << 20
+"""How long, and for how many bytes, the rest of a refused stream is read."""
 _Parser = Callable[[Any], Any]
 _Around = Callable[[Any], AbstractAsyncContextManager[None]]
 _log = get_logger("rpc")
@@ -90,7 +92,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def answer(raw: Any, context: Any) -> Any:
             async with around(context):
                 request = parsed(raw)
-                if request_streaming or context.time_remaining() is not None:
+                if request_streaming:
+                    return await _heard_out(behavior(request, context), raw)
+                if context.time_remaining() is not None:
                     return await behavior(request, context)
                 return await self._capped(behavior(request, context))
 
@@ -194,6 +198,25 @@ async def _all_parsed(
 ) -> AsyncIterator[Any]:
     async for raw in several:
         yield _parsed(deserialize, cap, raw)
+
+
+async def _heard_out(answer: Awaitable[Any], rest: AsyncIterator[bytes]) -> Any:
+    """The answer to a stream of requests; a refusal waits a little for the rest of the stream.
+
+    A status that overtakes the caller's messages can break its write, and grpc.aio then tells the
+    caller of the broken write instead of the reason.
+    """
+    try:
+        return await answer
+    except PacelineError:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEAR_S):
+                heard = 0
+                async for raw in rest:
+                    heard += len(raw)
+                    if heard > _HEAR_BYTES:
+                        break
+        raise
 
 
 def _known(error: Exception, method: str) -> PacelineError:
