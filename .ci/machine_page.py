@@ -11,7 +11,8 @@ from coordinator.machine import step as machine
 from coordinator.machine.decision import Decision
 from coordinator.machine.losses import CALLED_IN
 from coordinator.machine.rules import RULES
-from coordinator.machine.state import WORKER_TRANSITIONS, Phase
+from coordinator.machine.slots import WORKER_TRANSITIONS
+from coordinator.machine.state import Phase
 
 NAMED = {frozenset(machine.BEGUN): "all but new", frozenset(machine.LIVE): "all that go on"}
 TRACKS = (

@@ -32,7 +32,8 @@ from benchmarks.simulation.sections import simulated
 from coordinator.journal.journal import TOGETHER, Journal
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import RunSettings, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.state import State
 from coordinator.transitions import Transitions
 from paceline.events import FactPublisher
 from paceline.streams import connect

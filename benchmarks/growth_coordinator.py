@@ -9,7 +9,8 @@ import redis.asyncio
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.journal import Journal
 from coordinator.machine import events
-from coordinator.machine.state import RunSettings, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.state import State
 from coordinator.transitions import Transitions
 from paceline.errors import InternalError
 from paceline.trajectory import VersionSet

@@ -10,15 +10,8 @@ from typing import NamedTuple
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import (
-    OPTIONAL,
-    DrawnStep,
-    Phase,
-    RunSettings,
-    Schedule,
-    Service,
-    State,
-)
+from coordinator.machine.settings import RunSettings, Schedule
+from coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
 from coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 

@@ -10,7 +10,8 @@ from functools import partial
 from benchmarks.simulation.decoding import SimulatedResponse, SimulatedWorker
 from benchmarks.simulation.site import Site
 from coordinator.machine import commands, events
-from coordinator.machine.state import CommitMode, Portion, RunSettings, Schedule
+from coordinator.machine.settings import CommitMode, RunSettings, Schedule
+from coordinator.machine.state import Portion
 from paceline.streams.journal_line import SlotUse
 from paceline.trajectory import VersionSet
 

@@ -15,7 +15,8 @@ from coordinator.journal.records import StepRecords
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import RunSettings, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.state import State
 from coordinator.machine.step import step
 from paceline.errors import InternalError
 from paceline.trajectory import VersionSet

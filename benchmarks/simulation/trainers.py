@@ -9,7 +9,7 @@ from math import isfinite
 from benchmarks.simulation.gateway import SimulatedGateway
 from benchmarks.simulation.site import Site
 from coordinator.machine import commands, events
-from coordinator.machine.state import Holder
+from coordinator.machine.slots import Holder
 from paceline.streams.journal_line import SlotUse
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from coordinator.machine.state import CommitMode, Placement, RunSettings, Schedule
+from coordinator.machine.settings import CommitMode, Placement, RunSettings, Schedule
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 
@@ -184,17 +184,16 @@ class CoordinatorConfig(ServiceConfig):
     def _check_tracks(self) -> None:
         """Raises ConfigError for a schedule and a placement that contradict other settings."""
         schedule, lag = self.schedule, self.policy_lag
-        lags = {
-            Schedule.SYNC: lag == 0,
-            Schedule.ONE_STEP_OFF: lag == 1,
-            Schedule.FULLY_ASYNC: lag >= 1,
-        }
-        if not lags[schedule]:
-            allowed = {Schedule.SYNC: "0", Schedule.ONE_STEP_OFF: "1", Schedule.FULLY_ASYNC: ">= 1"}
+        fits, allowed = {
+            Schedule.SYNC: (lag == 0, "0"),
+            Schedule.ONE_STEP_OFF: (lag == 1, "1"),
+            Schedule.FULLY_ASYNC: (lag >= 1, ">= 1"),
+        }[schedule]
+        if not fits:
             raise ConfigError(
                 f"coordinator.max_policy_lag does not fit coordinator.schedule={schedule}",
                 seen=lag,
-                allowed=allowed[schedule],
+                allowed=allowed,
             )
         colocated = self.placement is Placement.COLOCATED
         if colocated != (self.learner_slots == 0):
@@ -203,8 +202,12 @@ class CoordinatorConfig(ServiceConfig):
                 seen=self.learner_slots,
                 allowed="0" if colocated else ">= 1",
             )
-        if schedule is Schedule.SYNC:
-            return
+        if schedule is not Schedule.SYNC:
+            self._check_ahead()
+
+    def _check_ahead(self) -> None:
+        """Raises ConfigError for what cannot be while rollouts are ahead of the learner."""
+        schedule = self.schedule
         if self.drafter_enabled and self.drafter_schedule == "serial":
             raise ConfigError(
                 "a serial drafter trains while nothing is rolled out",

@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.machine import commands, events
-from coordinator.machine.state import (
-    Holder,
-    Phase,
-    RunSettings,
-    Service,
-    State,
-    WorkerState,
-    slot_row,
-    worker_slots,
-)
+from coordinator.machine.moves import worker_slots
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.slots import Holder, WorkerState, slot_row
+from coordinator.machine.state import Phase, Service, State
 from coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 

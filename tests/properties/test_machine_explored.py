@@ -9,16 +9,9 @@ from machine_world import Explored, Move, World, answers, explore
 
 from coordinator.machine import commands, commit, events, rules, schedule
 from coordinator.machine.marks import rollout_call
-from coordinator.machine.state import (
-    Holder,
-    MachineError,
-    Phase,
-    Placement,
-    RunSettings,
-    Schedule,
-    State,
-    WorkerState,
-)
+from coordinator.machine.settings import Placement, RunSettings, Schedule
+from coordinator.machine.slots import Holder, WorkerState
+from coordinator.machine.state import MachineError, Phase, State
 from coordinator.machine.step import EVENTS, step
 
 THREE = RunSettings(workers=3, total_steps=2, training_interval_steps=1)

@@ -17,7 +17,9 @@ from coordinator.journal.snapshot import Snapshot
 from coordinator.machine import commands, events
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import Event
-from coordinator.machine.state import Evaluation, Holder, Phase, RunSettings, Service, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Evaluation, Phase, Service, State
 from coordinator.machine.step import EVENTS as EVENT_ROWS
 from coordinator.machine.step import EventRow, none, step
 from paceline.errors import DataLoss, FailedPrecondition

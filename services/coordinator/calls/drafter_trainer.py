@@ -11,7 +11,8 @@ from coordinator.calls.figures import message_figures
 from coordinator.calls.slots import give_back, release
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Holder, Service
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors

@@ -15,7 +15,8 @@ from coordinator.calls.slots import RESUME_DEADLINE_S, resume
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Evaluation, Schedule, Service
+from coordinator.machine.settings import Schedule
+from coordinator.machine.state import Evaluation, Service
 from paceline.errors import (
     FailedPrecondition,
     InvalidInput,

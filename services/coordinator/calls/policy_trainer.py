@@ -7,7 +7,8 @@ from coordinator.calls.figures import message_figures
 from coordinator.calls.slots import release
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Holder, Service
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Service
 from paceline.errors import PacelineError
 from paceline.v1 import policy_pb2
 

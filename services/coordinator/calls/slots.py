@@ -10,7 +10,9 @@ from coordinator.calls.base import Calls, no_event
 from coordinator.machine import commands, events
 from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import Event
-from coordinator.machine.state import Holder, Phase, Schedule, Service
+from coordinator.machine.settings import Schedule
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Phase, Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.rpc import leased, rpc_errors
 from paceline.telemetry import get_logger

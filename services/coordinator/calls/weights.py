@@ -10,7 +10,8 @@ from coordinator.calls.base import Calls
 from coordinator.calls.policy_trainer import push_again
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event
-from coordinator.machine.state import Schedule, Service
+from coordinator.machine.settings import Schedule
+from coordinator.machine.state import Service
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors

@@ -9,7 +9,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from coordinator.machine.events import Event
-from coordinator.machine.state import Holder, Slot, State, WorkerState
+from coordinator.machine.slots import Holder, Slot, WorkerState
+from coordinator.machine.state import State
 from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.machine.events import Event, WorkersReleased
-from coordinator.machine.state import Holder, Phase, State
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Phase, State
 from paceline.streams.journal_line import SlotUse
 
 

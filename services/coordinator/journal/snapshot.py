@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 from coordinator.calls.groups import GroupSize
 from coordinator.journal.entry import VERSION
 from coordinator.journal.records import Carried
-from coordinator.machine.state import Holder, Slot, State, WorkerState, slot_row, worker_row
+from coordinator.machine.slots import Holder, Slot, WorkerState, slot_row, worker_row
+from coordinator.machine.state import State
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
 

@@ -8,22 +8,10 @@ from coordinator.machine import events
 from coordinator.machine.commands import Evaluate, FinishRun, SaveCheckpoints
 from coordinator.machine.decision import Decision
 from coordinator.machine.losses import again_from, interrupted
+from coordinator.machine.moves import free_slots, held_by, lease_slots
 from coordinator.machine.schedule import evaluations_due
-from coordinator.machine.state import (
-    Holder,
-    MachineError,
-    Phase,
-    Slot,
-    State,
-    WorkerState,
-    free_slots,
-    held_by,
-    lease_slots,
-    slot_row,
-    with_learner,
-    with_rollouts,
-    worker_row,
-)
+from coordinator.machine.slots import Holder, Slot, WorkerState, slot_row, worker_row
+from coordinator.machine.state import MachineError, Phase, State, with_learner, with_rollouts
 
 
 def run_started(state: State, event: events.RunStarted) -> Decision:

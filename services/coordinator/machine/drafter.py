@@ -8,20 +8,9 @@ from itertools import islice
 from coordinator.machine import events
 from coordinator.machine.commands import AbortDrafter, ActivateDrafter, JoinDrafter, PreemptDrafter
 from coordinator.machine.decision import Decision, refused
-from coordinator.machine.state import (
-    OPTIONAL,
-    Cause,
-    DrafterLease,
-    Holder,
-    Phase,
-    Service,
-    State,
-    WorkerState,
-    free_slots,
-    lease_slots,
-    move_workers,
-    worker_slots,
-)
+from coordinator.machine.moves import free_slots, lease_slots, move_workers, worker_slots
+from coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
+from coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 
 def lease_released(state: State) -> Decision | None:

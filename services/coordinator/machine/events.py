@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.machine.state import Evaluation, Holder, RunSettings, Service
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Evaluation, Service
 from paceline.trajectory import VersionSet
 
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None

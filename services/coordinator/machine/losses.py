@@ -8,15 +8,14 @@ from coordinator.machine import events
 from coordinator.machine.commands import AwaitService, FinishRun, HandBack
 from coordinator.machine.decision import Decision
 from coordinator.machine.drafter import end_lease, preempt
+from coordinator.machine.moves import held_by
+from coordinator.machine.slots import Cause, Holder
 from coordinator.machine.state import (
     OPTIONAL,
-    Cause,
-    Holder,
     MachineError,
     Phase,
     Service,
     State,
-    held_by,
     with_learner,
     with_rollouts,
 )

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from coordinator.machine import events
 from coordinator.machine.rollout import draw_of
-from coordinator.machine.state import Holder, Phase, Service, State
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Phase, Service, State
 
 
 class Mark(NamedTuple):

@@ -7,16 +7,9 @@ from dataclasses import replace
 from coordinator.machine.commands import TrainPolicy
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import PolicyPrepared, PolicyStepped
-from coordinator.machine.state import (
-    Holder,
-    MachineError,
-    Phase,
-    State,
-    free_slots,
-    held_by,
-    lease_slots,
-    with_learner,
-)
+from coordinator.machine.moves import free_slots, held_by, lease_slots
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import MachineError, Phase, State, with_learner
 
 
 def wait_for_slots(state: State) -> Decision:

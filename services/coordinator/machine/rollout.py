@@ -15,21 +15,9 @@ from coordinator.machine.events import (
     WorkerLost,
 )
 from coordinator.machine.losses import roll_out_again
-from coordinator.machine.state import (
-    Cause,
-    DrawnStep,
-    Holder,
-    MachineError,
-    Phase,
-    State,
-    WorkerState,
-    free_slots,
-    held_by,
-    lease_slots,
-    move_workers,
-    with_rollouts,
-    worker_slots,
-)
+from coordinator.machine.moves import free_slots, held_by, lease_slots, move_workers, worker_slots
+from coordinator.machine.slots import Cause, Holder, WorkerState
+from coordinator.machine.state import DrawnStep, MachineError, Phase, State, with_rollouts
 
 
 def step_began(state: State, event: StepBegan) -> Decision:

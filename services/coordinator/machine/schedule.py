@@ -17,16 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.machine.state import (
-    Evaluation,
-    Holder,
-    Phase,
-    Portion,
-    RunSettings,
-    Schedule,
-    Service,
-    State,
-)
+from coordinator.machine.settings import RunSettings, Schedule
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 
 
 def capacity(

@@ -50,13 +50,7 @@ from coordinator.machine.marks import (
     step_number,
 )
 from coordinator.machine.rules import follow
-from coordinator.machine.state import (
-    MachineError,
-    Phase,
-    State,
-    with_learner,
-    with_rollouts,
-)
+from coordinator.machine.state import MachineError, Phase, State, with_learner, with_rollouts
 
 
 class PhaseRow(NamedTuple):

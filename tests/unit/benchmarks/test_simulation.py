@@ -17,7 +17,8 @@ from benchmarks.simulation.sections import Pair, SchedulePlan, accounted, goals_
 from coordinator.machine import schedule
 from coordinator.machine.commands import ActivateDrafter, Command, PreemptDrafter
 from coordinator.machine.events import Event
-from coordinator.machine.state import CommitMode, Placement, Schedule, State
+from coordinator.machine.settings import CommitMode, Placement, Schedule
+from coordinator.machine.state import State
 from coordinator.machine.step import step
 from paceline.errors import InternalError
 from paceline.report.spans import SpanRecord

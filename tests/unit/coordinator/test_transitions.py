@@ -12,7 +12,7 @@ from redis_servers import foreign_redis
 from coordinator.journal.journal import Journal
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import RunSettings
+from coordinator.machine.settings import RunSettings
 from coordinator.transitions import Transitions
 from paceline.errors import DataLoss, InternalError, ResourceExhausted
 from paceline.streams import connect, run_key

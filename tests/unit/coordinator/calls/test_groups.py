@@ -7,7 +7,8 @@ import pytest
 from coordinator.calls.groups import FIGURE, ClosedGroups
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import Portion, RunSettings, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.state import Portion, State
 from coordinator.machine.step import step
 from paceline.errors import InternalError
 from paceline.trajectory import VersionSet

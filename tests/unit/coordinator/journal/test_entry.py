@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from coordinator.journal.entry import EntryBody, JournalEntry
 from coordinator.machine import events
-from coordinator.machine.state import Holder, Service
+from coordinator.machine.slots import Holder
+from coordinator.machine.state import Service
 from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
 from paceline.streams.journal_line import pack_entry, unpack_entry

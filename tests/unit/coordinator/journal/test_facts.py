@@ -6,7 +6,8 @@ from coordinator.journal.entry import changed_slots
 from coordinator.journal.facts import all_slots, fact_of
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import RunSettings, Service, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.state import Service, State
 from coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 from paceline.v1 import coordinator_pb2 as pb

@@ -8,7 +8,8 @@ import pytest
 
 from coordinator.machine import commands, events
 from coordinator.machine.choice import objection
-from coordinator.machine.state import LearnerTrack, Phase, RunSettings, State
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.state import LearnerTrack, Phase, State
 from coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 

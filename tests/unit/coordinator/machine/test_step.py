@@ -10,26 +10,26 @@ import pytest
 
 from coordinator.machine import commands, events
 from coordinator.machine.decision import Decision
-from coordinator.machine.state import (
+from coordinator.machine.moves import free_slots, lease_slots, move_workers
+from coordinator.machine.settings import RunSettings
+from coordinator.machine.slots import (
     WORKER_TRANSITIONS,
     Cause,
-    Evaluation,
     Holder,
+    Slot,
+    WorkerState,
+    slot_row,
+    worker_row,
+)
+from coordinator.machine.state import (
+    Evaluation,
     LearnerTrack,
     MachineError,
     Phase,
     Portion,
     RolloutTrack,
-    RunSettings,
     Service,
-    Slot,
     State,
-    WorkerState,
-    free_slots,
-    lease_slots,
-    move_workers,
-    slot_row,
-    worker_row,
 )
 from coordinator.machine.step import EVENTS, PHASES, step
 from paceline.trajectory import VersionSet

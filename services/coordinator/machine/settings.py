@@ -1,0 +1,76 @@
+"""Holds the settings that the machine decides by: how tracks may overlap, who has which slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Schedule(StrEnum):
+    """How far rollouts may be ahead of the policy that is trained."""
+
+    SYNC = "sync"  # not at all
+    ONE_STEP_OFF = "one_step_off"  # one step; a trajectory has one version
+    FULLY_ASYNC = "fully_async"  # max_policy_lag versions; sets are committed among rollouts
+
+
+class Placement(StrEnum):
+    """Whether rollouts and policy have slots of their own."""
+
+    COLOCATED = "colocated"  # they take turns on all slots
+    DISAGGREGATED = "disaggregated"
+
+
+class CommitMode(StrEnum):
+    """What becomes of requests that run when a set is committed."""
+
+    IN_PLACE = "in_place"  # they go on with the keys and values that they have
+    RETRACT = "retract"  # they go on with keys and values made anew
+    ABORT = "abort"  # they begin again
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What the machine decides by; journaled with RunStarted so that a replay needs no config."""
+
+    workers: int = 1
+    slots_per_worker: int = 1
+    total_steps: int = 1
+    training_interval_steps: int = 10
+    min_workers_for_training: int = 1
+    max_drafter_slots: int = 1
+    drafter_enabled: bool = True
+    serial_drafter: bool = False  # train between policy step and commit, not in bubbles
+    activation_deadline_s: float = 30.0
+    preempt_deadline_s: float = 2.0
+    accuracy_enabled: bool = False
+    accuracy_every: int = 0  # RL steps; 0: at start and end only
+    probe_enabled: bool = False
+    probe_every: int = 10  # RL steps; 0: at start and end only
+    schedule: Schedule = Schedule.SYNC
+    placement: Placement = Placement.COLOCATED
+    max_policy_lag: int = 0  # steps that rollouts may be ahead of the policy that serves
+    learner_slots: int = 0  # of the policy alone, behind those of the workers
+    commit_mode: CommitMode = CommitMode.IN_PLACE
+    groups_per_step: int = 1
+    max_groups_in_flight: int = 0  # 0: no limit but that of max_policy_lag
+
+    @property
+    def engine_slots(self) -> int:
+        """Slots of workers: w lives on [w * slots_per_worker, (w + 1) * slots_per_worker)."""
+        return self.workers * self.slots_per_worker
+
+    @property
+    def slots(self) -> int:
+        """Number of slots: the workers', then the learner's own."""
+        return self.engine_slots + self.learner_slots
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the policy trains on the workers' slots."""
+        return self.placement is Placement.COLOCATED
+
+    @property
+    def policy_slots(self) -> range:
+        """Slots that the policy trains on."""
+        return range(0 if self.colocated else self.engine_slots, self.slots)
