@@ -53,6 +53,7 @@ WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
     (WorkerState.TRAINING, Cause.DRAFTER_DONE): WorkerState.COMPLETED,
     (WorkerState.TRAINING, Cause.PREEMPTED): WorkerState.COMPLETED,
     (WorkerState.COMPLETED, Cause.STEP_BEGAN): WorkerState.GENERATING,
+    (WorkerState.COMPLETED, Cause.RESUMED): WorkerState.RELEASED,
 }
 
 

@@ -248,9 +248,15 @@ def test_a_small_run_of_every_schedule_and_placement_meets_the_goals(pairs: list
     assert {pair.harvest.refused for pair in pairs} == {0}
 
 
-def test_eight_slots_are_harvested_as_the_rules_allow() -> None:
-    plan = SchedulePlan(gpus(), Placement.COLOCATED, Schedule.SYNC)
-    pair = Pair(plan, plan.run(2, drafter=False), plan.run(2, drafter=True))
+@pytest.mark.parametrize(
+    ("schedule", "lag", "steps"),
+    [(Schedule.SYNC, 0, 2), (Schedule.FULLY_ASYNC, 4, 8)],  # of 8, the last 4 with no tasks to draw
+)
+def test_eight_slots_are_harvested_as_the_rules_allow(
+    schedule: Schedule, lag: int, steps: int
+) -> None:
+    plan = SchedulePlan(gpus(), Placement.COLOCATED, schedule, lag)
+    pair = Pair(plan, plan.run(steps, drafter=False), plan.run(steps, drafter=True))
     assert [goal for goal in goals_of([pair]) if not goal.met] == []
 
 
