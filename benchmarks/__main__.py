@@ -32,6 +32,10 @@ BENCHES = {
         "benchmarks.coordinator",
         "events a second and latency of a decision, by slots; simulated runs of its machine",
     ),
+    "schedules": (
+        "benchmarks.schedules",
+        "whole demo runs under every schedule and placement: tokens trained a second, reward",
+    ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it
