@@ -79,8 +79,8 @@ def _staleness(bound: int | None, lag: int) -> list[str]:
 
 
 def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]:
-    gateway, policy, drafter = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
+    gateway, policy, drafter, coordinator = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
     )
     try:
         model = read_config(gateway.model_dir)
@@ -98,6 +98,7 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
             recompute=policy.recompute_activations,
         ),
         memory_plan.drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens),
+        apart=coordinator.learner_slots > 0,
     )
     if gpus and on_gpus and drafter.device == "cuda":
         plan.check(min(gpus))

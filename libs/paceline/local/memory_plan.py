@@ -48,6 +48,7 @@ class RunPlan:
     engine: ServicePlan
     policy: ServicePlan
     drafter: ServicePlan
+    apart: bool = False  # the policy has devices of its own
 
     @property
     def services(self) -> tuple[ServicePlan, ...]:
@@ -56,9 +57,14 @@ class RunPlan:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes on a GPU that all of them share, by whose turn it is."""
-        stays = sum(plan.stays + LIBRARIES for plan in self.services)
-        return {plan.service: plan.total + stays - plan.stays for plan in self.services}
+        """Bytes on a GPU that they share, by whose turn it is."""
+        workers = (self.engine, self.drafter)
+        together = (workers, (self.policy,)) if self.apart else (self.services,)
+        return {
+            plan.service: plan.total - plan.stays + sum(one.stays + LIBRARIES for one in sharing)
+            for sharing in together
+            for plan in sharing
+        }
 
     def turns(self, device_bytes: int) -> str:
         """The peaks in words."""

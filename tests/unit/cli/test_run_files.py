@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.config import CoordinatorConfig
 from paceline.cli.run_files import (
     DemoOptions,
     RunFiles,
@@ -38,9 +39,9 @@ def prepare_run(options: DemoOptions) -> RunFiles:
     return files
 
 
-def load(section: str, path: Path) -> ServiceConfig:
+def load(section: str, *paths: Path) -> ServiceConfig:
     module, name = SERVICES[section]
-    return load_config(getattr(importlib.import_module(module), name), section, [path])
+    return load_config(getattr(importlib.import_module(module), name), section, paths)
 
 
 @pytest.mark.parametrize("section", SERVICES)
@@ -52,6 +53,21 @@ def test_every_service_takes_the_demos_settings(section: str, tmp_path: Path) ->
 @pytest.mark.parametrize("section", SERVICES)
 def test_every_service_takes_the_settings_for_gpus(section: str) -> None:
     load(section, repository_root() / "examples/sglang/qwen2.5-7b-8gpus.toml")
+
+
+@pytest.mark.parametrize(
+    ("run", "laid_over"),
+    [
+        ("demo/demo.toml", "asynchronous/fully_async.toml"),
+        ("sglang/qwen2.5-7b-8gpus.toml", "asynchronous/8gpus_apart.toml"),
+    ],
+)
+def test_asynchronous_settings_are_laid_over_a_runs_own(run: str, laid_over: str) -> None:
+    examples = repository_root() / "examples"
+    for section in SERVICES:
+        config = load(section, examples / run, examples / laid_over)
+        if isinstance(config, CoordinatorConfig):
+            assert (config.schedule, config.policy_lag) == ("fully_async", 2)
 
 
 def test_the_demo_on_sglang_has_arms_of_one_speculator(tmp_path: Path) -> None:

@@ -209,6 +209,24 @@ def test_the_run_on_eight_gpus_leaves_a_fifth_of_them_free_and_no_less_would_do(
             planned(80, f"policy_trainer.{setting}")
 
 
+def test_half_of_the_eight_gpus_carry_the_policy_where_it_has_its_own(tmp_path: Path) -> None:
+    save_qwen(tmp_path)
+    files = [SGLANG, SGLANG.parents[1] / "asynchronous/8gpus_apart.toml"]
+    found = plan_run(files, [f"gateway.model={tmp_path}"], [80 * GIB] * 8)
+    assert found.overrides == ["policy_trainer.ranks=4", "policy_trainer.max_staleness=2"]
+    services, turns = found.lines[:3], found.lines[3]
+    assert [line.partition(" x ")[0] for line in services] == [
+        "gateway: 4",
+        "policy_trainer: 4",
+        "drafter_trainer: 4",
+    ]
+    alone = memory_plan.policy_plan(
+        QWEN_7B, ranks=4, tokens=10_240, reshard=True, recompute=True
+    )  # nobody else has its GPUs
+    whole = memory_plan.shown(alone.total + memory_plan.LIBRARIES)
+    assert f"policy_trainer {whole}," in turns or f"policy_trainer {whole};" in turns
+
+
 def save_qwen(directory: Path) -> None:
     """config.json of Qwen2.5-7B's shape."""
     shape = {
