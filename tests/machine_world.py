@@ -228,6 +228,7 @@ def failures(call: Call) -> Iterator[Event]:
     match call.command:
         case commands.RunTasks(_, epoch):
             yield events.WorkerLost(0.0, epoch, 0)
+            yield events.SetDamaged(0.0, epoch)
             yield events.Deadline(0.0, epoch, "rollout", 1.0)
         case commands.ActivateDrafter(_, epoch):
             yield events.TrainerFailed(0.0, epoch, Service.DRAFTER_TRAINER, "died")
@@ -276,7 +277,7 @@ def key(world: World) -> tuple[object, ...]:
     )
     return (
         *(state.phase, waiting[state.phase_epoch], drafting[state.lease_epoch]),
-        *(rollouts.phase, rollouts.step, rollouts.drawing, rollouts.attempts),
+        *(rollouts.phase, rollouts.step, rollouts.drawing, rollouts.attempts, rollouts.damaged),
         tuple(_draw(draw, generating) for draw in rollouts.draws),
         *(generating[rollouts.epoch], learning[learner.epoch]),
         *(learner.phase, learner.step, learner.attempts, learner.batch),

@@ -28,6 +28,7 @@ _NO_PROGRESS = (
     events.ServiceLost,
     events.ServiceBack,
     events.WorkerLost,
+    events.SetDamaged,
     events.TrainerFailed,
     events.Deadline,
     events.CallFailed,

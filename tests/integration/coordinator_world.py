@@ -44,6 +44,7 @@ from paceline.v1.drafter_pb2_grpc import (
     DrafterServiceServicer,
     add_DrafterServiceServicer_to_server,
 )
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from paceline.v1.rollout_pb2_grpc import (
     RolloutServiceServicer,
@@ -75,6 +76,7 @@ class Script:
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
     spoiled: bool = False  # the gateway's spool, after the first commit
+    policy_gone: bool = False  # from there, when the trainer has trained on
     activated: asyncio.Event = field(default_factory=asyncio.Event)
     resumed: asyncio.Event = field(default_factory=asyncio.Event)  # workers that were lent
     joined: asyncio.Event = field(default_factory=asyncio.Event)
@@ -264,8 +266,11 @@ class Weights(WeightServiceServicer):
         return weights_pb2.AbortResponse()
 
     async def GetVersions(self, request: Any, context: Any) -> Any:
-        serving = self.script.serving.get(self.name)
-        return weights_pb2.GetVersionsResponse(versions=serving, damaged=self.damaged)
+        serving, damaged = self.script.serving.get(self.name), self.damaged
+        if self.name == "gateway" and self.script.policy_gone and len(self.script.commits) == 1:
+            await self.script.until(lambda: 1 in self.script.trained_from)
+            damaged = [WEIGHT_TARGET_POLICY]
+        return weights_pb2.GetVersionsResponse(versions=serving, damaged=damaged)
 
 
 class Policy(PolicyServiceServicer):
@@ -276,10 +281,11 @@ class Policy(PolicyServiceServicer):
 
     async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.guard.check(request.context, Track.LEARNER)
-        workers = set(range(self.script.workers))
+        step, workers = request.context.step, set(range(self.script.workers))
+        if request.policy_version < max(self.script.trained_from.values(), default=0):
+            raise WeightsError("the trainer has trained on", reason="STEP_ORDER", seen=step)
         assert self.script.disaggregated or self.script.lent == workers
         self.script.order.append("train")
-        step = request.context.step
         self.script.waited_for.append(
             (step, {group.group_id: group.size for group in request.groups})
         )
@@ -301,6 +307,7 @@ class Policy(PolicyServiceServicer):
             policy_version=version, loss=0.5, reward_mean=0.25, world_size=2
         )
         self.script.trained_from[step] = request.policy_version
+        await self.script.told()
         yield policy_pb2.TrainStepResponse(stepped=stepped)
         if self.script.push_waits:
             await self.script.until(lambda: step + 1 in self.script.drawn_at)

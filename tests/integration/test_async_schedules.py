@@ -102,6 +102,26 @@ async def test_fully_async_commits_among_rollouts_and_trains_every_group_once(
     ] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "placement"),
+    [("one_step_off", COLOCATED), ("one_step_off", APART), ("fully_async", APART)],
+    ids=["one_step_off-colocated", "one_step_off-apart", "fully_async-apart"],
+)  # in fully_async, colocated, nothing is rolled out while the trainer is ahead
+async def test_a_policy_that_is_damaged_when_the_trainer_is_ahead_gives_way_to_the_next_one(
+    redis_url: str, tmp_path: Path, schedule: str, placement: dict[str, object]
+) -> None:
+    script = Script(bubbles=False, policy_gone=True, one_version=schedule == "one_step_off")
+    script.disaggregated = placement is APART
+    async with running_peers(script) as peers:
+        config = config_of(words_of(peers, redis_url, tmp_path, placement, schedule=schedule))
+        await run_to_end(config)
+    every_group_once(script, lag=1)
+    assert script.drawn_at[2] == 2  # p1 is gone
+    entries = await slots_are_held_by_one(config)
+    assert [entry["event"] for entry in entries].count("SetDamaged") == 1
+    assert [policy for _, policy, _ in script.commits] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("snapshot_entries", [1, 1000])
 async def test_a_killed_coordinator_takes_an_asynchronous_run_up_again(
     redis_url: str, tmp_path: Path, snapshot_entries: int

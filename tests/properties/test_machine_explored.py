@@ -48,6 +48,15 @@ DEEPER = {
     "one_step_off, colocated": (replace(THREE, **ONE_OFF), 1),
     "one_step_off, disaggregated": (replace(APART, **ONE_OFF), 1),
     "fully_async, colocated, two workers": (replace(THREE, **ASYNC, workers=2), 0),
+    "fully_async, colocated, one worker": (replace(THREE, **ASYNC, workers=1), 1),
+    "fully_async, colocated, no drafter": (
+        replace(THREE, **ASYNC, workers=2, drafter_enabled=False),
+        1,
+    ),
+    "fully_async, disaggregated, no drafter": (
+        replace(APART, **ASYNC, workers=2, drafter_enabled=False),
+        1,
+    ),
     "fully_async, disaggregated, two workers": (replace(APART, **ASYNC, workers=2), 0),
     "fully_async, two groups a step": (
         replace(APART, **{**ASYNC, "groups_per_step": 2}, drafter_enabled=False),
@@ -137,7 +146,7 @@ def a_trajectory_has_one_version(before: State, after: State) -> None:
     if after.settings.schedule is Schedule.FULLY_ASYNC:
         return
     if after.committing is not None and before.committing is None:
-        assert not after.rollouts.running
+        assert not after.rollouts.running or after.rollouts.damaged
     if after.committing is not None:
         assert not any(draw.called for draw in after.rollouts.draws)
 

@@ -25,6 +25,7 @@ from paceline.v1.trajectory_pb2 import CommandContext
 
 RANK_LOST = "RANK_LOST"
 WORKER_LOST = "WORKER_LOST"
+STEP_ORDER = "STEP_ORDER"
 _FIRST_PAUSE_S = 0.1
 
 

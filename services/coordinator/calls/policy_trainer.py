@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.calls.base import RANK_LOST, Calls, answers
+from coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers
 from coordinator.calls.figures import message_figures
 from coordinator.calls.slots import release
 from coordinator.machine import commands, events
@@ -47,13 +47,23 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
 
 
 async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> None:
-    """Has the policy that serves pushed again: a step that is trained already is only pushed."""
+    """Has the policy that serves pushed again: a step that is trained already is only pushed. Emits
+    SetDamaged when the trainer is ahead of it.
+    """
+
+    def trained_on(error: PacelineError) -> Event | None:
+        if error.reason != STEP_ORDER or not isinstance(command, commands.RunTasks):
+            return None
+        return events.SetDamaged(calls.now(), command.epoch)
+
     deadline_s = calls.config.step_deadline_s
     request = policy_pb2.TrainStepRequest(
         context=calls.learner_context(),
         policy_version=command.versions.policy - 1,
     )
-    with calls.reported(Service.POLICY_TRAINER, "push", command, deadline_s=deadline_s):
+    with calls.reported(
+        Service.POLICY_TRAINER, "push", command, deadline_s=deadline_s, event_of=trained_on
+    ):
         call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
         async for _ in answers(call, last="prepared"):
             pass

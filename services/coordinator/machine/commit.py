@@ -46,7 +46,8 @@ def committed(state: State, event: Committed) -> Decision:
     draws = tuple(
         draw for draw in state.rollouts.draws if not draw.finished or draw.taken != draw.closed
     )
-    state = with_learner(with_rollouts(state, draws=draws), step=step + 1, batch=())
+    state = with_rollouts(state, draws=draws, damaged=False)
+    state = with_learner(state, step=step + 1, batch=())
     state = replace(state, prepared=None, evaluations=due)
     return Decision(state, (CloseStep(step),), enters=Phase.IDLE)
 

@@ -88,6 +88,11 @@ class WorkerLost(CallAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class SetDamaged(CallAnswer):
+    """The set to roll out with is damaged, and its policy is gone: the trainer has trained on."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersReleased(CallAnswer):
     """The engine has given the memory of the lease's slots back: now the trainer is told of it."""
 

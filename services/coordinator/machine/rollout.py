@@ -9,12 +9,13 @@ from coordinator.machine.commands import Command, ResumeRollouts, RunTasks
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import (
     GroupClosed,
+    SetDamaged,
     ShareDone,
     StepBegan,
     TasksFinished,
     WorkerLost,
 )
-from coordinator.machine.losses import roll_out_again
+from coordinator.machine.losses import interrupted, roll_out_again
 from coordinator.machine.moves import free_slots, held_by, lease_slots, move_workers, worker_slots
 from coordinator.machine.slots import Cause, Holder, WorkerState
 from coordinator.machine.state import DrawnStep, MachineError, Phase, State, with_rollouts
@@ -100,6 +101,13 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
 def worker_lost(state: State, event: WorkerLost) -> Decision:
     """Runs the tasks again: the gateway restarts the worker."""
     return roll_out_again(state, f"worker {event.worker} of the gateway died")
+
+
+def set_damaged(state: State, event: SetDamaged) -> Decision:
+    """The tasks wait for the set that the learner is about to make, and begin again with that."""
+    if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
+        return roll_out_again(state, "the set to roll out with is damaged")
+    return Decision(with_rollouts(interrupted(state), damaged=True))
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:

@@ -75,9 +75,9 @@ def learner_needs_slots(state: State) -> bool:
 
 def may_call(state: State) -> bool:
     """Whether tasks that are drawn, or were interrupted, may be called."""
-    if Service.GATEWAY in state.lost or (
-        state.slots.counted(Holder.POLICY) and (state.settings.colocated)
-    ):
+    if state.rollouts.damaged or Service.GATEWAY in state.lost:
+        return False
+    if state.settings.colocated and state.slots.counted(Holder.POLICY):
         return False
     suspends = state.settings.colocated and state.settings.schedule is Schedule.FULLY_ASYNC
     return state.learner.phase is Phase.IDLE or not suspends
@@ -118,14 +118,14 @@ def may_take_turn(state: State) -> bool:
     """Whether rollouts leave the policy its slots, of themselves or when they are told to."""
     if not state.settings.colocated or state.settings.schedule is Schedule.FULLY_ASYNC:
         return True
-    return not state.rollouts.running
+    return not state.rollouts.running or state.rollouts.damaged
 
 
 def may_commit(state: State) -> bool:
     """Whether no rollout would get two versions where it must have one."""
     rollouts = state.rollouts
     alone = not rollouts.running and not rollouts.drawing
-    return alone or state.settings.schedule is Schedule.FULLY_ASYNC
+    return alone or rollouts.damaged or state.settings.schedule is Schedule.FULLY_ASYNC
 
 
 def at_rest(state: State) -> bool:

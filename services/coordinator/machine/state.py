@@ -107,6 +107,7 @@ class RolloutTrack:
     epoch: int = 0  # of its newest call
     attempts: int = 0  # times its calls began again because of a failure of their service
     draws: tuple[DrawnStep, ...] = ()  # by step
+    damaged: bool = False  # its calls wait for the next set: nobody has the one that serves
 
     @property
     def running(self) -> tuple[DrawnStep, ...]:

@@ -111,6 +111,7 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.ShareDone: EventRow(GENERATING, share, rollout.share_done),
     events.TasksFinished: EventRow(GENERATING, rollout_call, rollout.tasks_finished),
     events.WorkerLost: EventRow(GENERATING, rollout_call, rollout.worker_lost),
+    events.SetDamaged: EventRow(GENERATING, rollout_call, rollout.set_damaged),
     events.WorkersReleased: EventRow(RUNNING, lease_or_call, drafter.noted),
     events.DrafterActivated: EventRow(RUNNING, lease, drafter.attached),
     events.DrafterJoined: EventRow(RUNNING, lease, drafter.attached),
