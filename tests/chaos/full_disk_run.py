@@ -10,6 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from redis.asyncio import Redis
+
 from paceline.config import RunConfig, ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
@@ -24,6 +26,7 @@ LEFT_BYTES = 2 << 20
 NEEDY = """
 import sys, time, redis
 client = redis.Redis.from_url(sys.argv[1])
+client.rpush("needy", "connected")
 while client.ping(): time.sleep(0.05)
 """
 
@@ -46,6 +49,11 @@ async def append_until_it_fails(stream: RedisStream, acknowledged: list[str]) ->
         return
 
 
+async def needy_connected(client: Redis) -> None:
+    """Waits for the process that needs Redis to be there, again."""
+    assert await client.blpop(["needy"], timeout=int(patient(20.0))) is not None
+
+
 async def main(directory: Path) -> None:
     config = ServiceConfig(run=RunConfig(dir=str(directory)))
     url = resolved(config).redis.durable_url
@@ -64,6 +72,7 @@ async def main(directory: Path) -> None:
         await one.start(patient(20.0))
         for _ in range(TIMES):
             client = connect(url, outage_s=0.5)
+            await needy_connected(client)  # so that it dies with Redis
             stream = RedisStream(client, "s", outage_s=0.5)
             ballast = fill(directory)
             async with asyncio.timeout(patient(60.0)):
@@ -71,12 +80,14 @@ async def main(directory: Path) -> None:
                 told.append((await heard("redis", "waits")).detail)
                 ballast.unlink()
                 await heard("redis", "healthy")
-                await heard("needy", "healthy")
                 assert await stream.append({}, b"there is room") is not None
             found = {entry.id for entry in await stream.history(count=100_000)}
             assert set(acknowledged) <= found
             await stream.close()
             await client.aclose()
+        client = connect(url, outage_s=0.5)
+        await needy_connected(client)
+        await client.aclose()
     print(json.dumps(told))
 
 
