@@ -107,7 +107,8 @@ class BenchWorker:
         self._all_done.clear()
         began = time.perf_counter()
         self._process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
-        await asyncio.wait_for(self._all_done.wait(), RUN_S)
+        async with asyncio.timeout(RUN_S):
+            await self._all_done.wait()
         seconds = time.perf_counter() - began
         chunks = [self._done.pop(number) for number in numbers]
         rounds = sum(chunk.speculation.drafted_rounds for chunk in chunks)

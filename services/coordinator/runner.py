@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from coordinator.calls import traffic
 from coordinator.calls.base import Calls
-from coordinator.calls.executor import Executor
+from coordinator.calls.executor import CLOSE_S, Executor, until_gone
 from coordinator.calls.gateway import run_started
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
@@ -105,7 +105,8 @@ class Runner:
         The outcome stands in `transitions.state`: phase FINISHED, or FAILED with its failure.
         """
         beside = [
-            asyncio.create_task(work) for work in (self.stall.run(), traffic.listen(self._calls))
+            asyncio.create_task(self.stall.run(), name="stall watch"),
+            asyncio.create_task(traffic.listen(self._calls), name="traffic"),
         ]
         for task in beside:
             task.add_done_callback(self._beside_ended)
@@ -118,6 +119,7 @@ class Runner:
             for asked in self._asked.values():
                 if not asked.done():
                     asked.set_exception(FailedPrecondition("the run has ended"))
+            await until_gone(beside, CLOSE_S)
             await self._executor.close()
             self._spans.end()
 
@@ -133,14 +135,7 @@ class Runner:
             await self._executor.ended(commands.HandBack, HAND_BACK_S)
 
     async def _waiting(self) -> list[Event]:
-        """All events that wait, one at least, as many as one write takes. Raises our own defect,
-        and CancelledError when a cancellation came that Redis' answer has overtaken: before Python
-        3.12 asyncio.wait_for, which the client sends with, returns a result that is there and
-        forgets the cancellation.
-        """
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
+        """All events that wait, one at least, as many as one write takes. Raises our own defect."""
         found: list[Event] = []
         while not found or (len(found) < TOGETHER and not self._queue.empty()):
             one = await self._queue.get()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from typer.testing import CliRunner
 
 from coordinator import server
 from coordinator.config import CoordinatorConfig
-from coordinator.journal.entry import JournalEntry
-from coordinator.journal.journal import Journal
 from coordinator.server import serve
 from paceline.cli.access import Coordinator, coordinator_of
 from paceline.cli.choice import Request, choose_drafter
@@ -168,35 +165,6 @@ async def test_a_run_that_ends_first_says_so_to_its_operator(
         await run
         with pytest.raises(PacelineError, match=r"the run has ended|no coordinator answers"):
             await asked
-
-
-async def test_a_run_ends_though_an_answer_of_redis_overtakes_its_cancellation(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, append = asyncio.Event(), Journal.append
-    overtaken: list[int] = []
-
-    async def overtaking(journal: Journal, *entries: JournalEntry) -> None:
-        await append(journal, *entries)
-        if script.holding.is_set() and not overtaken:
-            stop.set()
-            try:
-                await asyncio.sleep(WAIT_S)
-            except asyncio.CancelledError:  # as asyncio.wait_for of Python 3.11 does
-                overtaken.append(journal.count)
-
-    monkeypatch.setattr(Journal, "append", overtaking)
-    async with running_peers(script := Script(hold_step=0)) as peers:
-        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
-        run = asyncio.create_task(serve(config, stop))
-        await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        with contextlib.suppress(PacelineError):
-            await said(config, pb.UnpinDrafterRequest())
-        ended, _ = await asyncio.wait({run}, timeout=WAIT_S / 2)
-        script.released.set()
-        await run
-    assert overtaken
-    assert ended
 
 
 async def test_the_agents_token_chooses_no_drafter(

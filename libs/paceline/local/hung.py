@@ -103,8 +103,6 @@ async def unanswered(
             if misses >= _MISSES:
                 tell(True)
             misses = 0
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError  # redis-py's answer may overtake it in Python 3.11
         await asyncio.sleep(every_s)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -70,7 +71,25 @@ def connect(url: str, *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
         allowed = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0"
         raise ConfigError("not a Redis URL", seen=url, allowed=allowed) from error
 
+    pool = client.connection_pool
+    pool.connection_class = type("Connection", (_Cancellable, pool.connection_class), {})
     return client
+
+
+class _Cancellable(AbstractConnection):
+    """Hears every cancellation.
+
+    The client sends with asyncio.wait_for, which before Python 3.12 forgets a cancellation that
+    comes as the last byte leaves: the caller would go on as if nobody had asked it to end.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(*args, **kwargs)
+        if task is not None and task.cancelling() > before:
+            await self.disconnect(nowait=True)  # nobody reads the answer
+            raise asyncio.CancelledError
 
 
 def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:

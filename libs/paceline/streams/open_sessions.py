@@ -105,7 +105,8 @@ class OpenSessions:
 
     async def written(self, deadline_s: float) -> None:
         """Returns when Redis has everything. Raises TimeoutError."""
-        await asyncio.wait_for(self._empty.wait(), deadline_s)
+        async with asyncio.timeout(deadline_s):
+            await self._empty.wait()
 
     async def recorded(self, session_id: str, deadline_s: float) -> bool:
         """True once Redis has the last word on a session; False when it takes longer, Redis being

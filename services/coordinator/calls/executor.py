@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +25,9 @@ from coordinator.calls.base import Calls, Reported
 from coordinator.machine import commands
 from coordinator.machine.commands import Command
 from paceline.telemetry import get_logger
+
+CLOSE_S = 10.0
+"""That calls have to end once they are cancelled: what they undo takes no longer."""
 
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
     commands.RunTasks: gateway.run_tasks,
@@ -54,6 +57,7 @@ class Executor:
         self._on_defect = on_defect
         self._log = get_logger("coordinator")
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also those that another call has replaced
 
     def execute(self, command: Command, context: contextvars.Context) -> None:
         """Starts a call in the given context (of the step's span) and returns at once."""
@@ -67,28 +71,39 @@ class Executor:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._carry_out(command), name=kind, context=context)
         self._running[kind] = task
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     async def ended(self, kind: type[Command], deadline_s: float) -> None:
-        """Returns when no call for such commands runs any more, or after the deadline."""
+        """Returns when no call for such commands runs any more; as `until_gone` has it."""
         if (task := self._running.get(kind.__name__)) is not None:
-            await asyncio.wait({task}, timeout=deadline_s)
+            await until_gone({task}, deadline_s)
 
-    async def close(self) -> None:
-        """Cancels every call and waits until they are gone."""
-        tasks = list(self._running.values())
-        for task in tasks:
+    async def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Cancels every call and waits as `until_gone` does."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_gone(set(self._tasks), deadline_s)
 
     async def _carry_out(self, command: Command) -> None:
         with suppress(Reported):
             await CALLS[type(command)](self._calls, command)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         kind = task.get_name()
         if self._running.get(kind) is task:
             del self._running[kind]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("call failed", call=kind, exc_info=error)
             self._on_defect(error)
+
+
+async def until_gone(tasks: Collection[asyncio.Task[None]], deadline_s: float) -> None:
+    """Returns when the tasks have ended, or after the deadline, and then says which have not."""
+    left = (await asyncio.wait(tasks, timeout=deadline_s))[1] if tasks else ()
+    if left:
+        names = sorted(task.get_name() for task in left)
+        get_logger("coordinator").error(
+            "calls did not end in time", calls=names, after_s=deadline_s
+        )

@@ -141,7 +141,8 @@ class Agents:
             self.offers.completed(session)
             limit_s = self._config.rewards.deadline_s + SCORE_GRACE_S
             try:
-                await asyncio.wait_for(session.ended.wait(), limit_s)
+                async with asyncio.timeout(limit_s):
+                    await session.ended.wait()
             except TimeoutError as error:
                 raise DeadlineExceeded(
                     "the session was not scored in time", seen=f"{limit_s:g} s"
@@ -225,7 +226,8 @@ class Agents:
     async def _expire(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.sessions.sooner.wait(), self.sessions.next_expiry_s())
+                async with asyncio.timeout(self.sessions.next_expiry_s()):
+                    await self.sessions.sooner.wait()
             self.sessions.sooner.clear()
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)

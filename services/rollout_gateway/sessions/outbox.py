@@ -79,7 +79,8 @@ class Outbox:
         if self._task is None:
             return
         try:
-            await asyncio.wait_for(self._empty.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
         except TimeoutError:
             log.error("branches were not sent before the stop", bytes=self._unsent_bytes)
         await cancel(self._task)

@@ -168,7 +168,8 @@ class Loans:
 async def _ends_within(seat: Seat, seconds: float) -> bool:
     """Whether all requests of a worker have ended in time."""
     try:
-        await asyncio.wait_for(seat.idle_for(0), seconds)
+        async with asyncio.timeout(seconds):
+            await seat.idle_for(0)
     except TimeoutError:
         return False
     return True
