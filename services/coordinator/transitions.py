@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from coordinator.calls.groups import ClosedGroups
 from coordinator.journal.entry import JournalEntry, changed_slots, entry_of
 from coordinator.journal.facts import fact_of
+from coordinator.journal.groups import ClosedGroups
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import StepRecords
 from coordinator.journal.snapshot import Snapshot

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 import redis.asyncio
 
-from coordinator.calls.groups import ClosedGroups
 from coordinator.journal.entry import JournalEntry, changed_slots, entry_of
+from coordinator.journal.groups import ClosedGroups
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import StepRecords
 from coordinator.journal.snapshot import Snapshot

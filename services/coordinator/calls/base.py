@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.calls.figures import FinishedSamples
-from coordinator.calls.groups import ClosedGroups
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.groups import ClosedGroups
 from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service, State

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coordinator.calls.groups import FIGURE, group_figure
+from coordinator.journal.groups import FIGURE, group_figure
 from coordinator.machine.events import Figure
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1.engine_pb2 import ArmStats

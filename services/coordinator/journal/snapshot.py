@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from coordinator.calls.groups import GroupSize
 from coordinator.journal.entry import VERSION
+from coordinator.journal.groups import GroupSize
 from coordinator.journal.records import Carried
 from coordinator.machine.slots import Holder, Slot, WorkerState, slot_row, worker_row
 from coordinator.machine.state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.calls.groups import FIGURE, ClosedGroups
+from coordinator.journal.groups import FIGURE, ClosedGroups
 from coordinator.machine import events
 from coordinator.machine.events import Event
 from coordinator.machine.settings import RunSettings
