@@ -1,7 +1,8 @@
-"""Writes small files whole or not at all."""
+"""Writes files: small ones whole or not at all, and those that outlive a loss of power."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from paceline.errors import ResourceExhausted
@@ -21,3 +22,24 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         raise ResourceExhausted(f"{path} cannot be written", seen=error) from error
+
+
+def write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
+    """Write a file whose bytes are on the disk when this returns; its name is when `sync_path` of
+    the directory returns.
+    """
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def sync_path(path: Path) -> None:
+    """Puts a file, or the names in a directory, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -273,14 +273,14 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     await wanted(receiver.channel, manifest)
-    arrived, place = asyncio.Event(), receiver.servicer._receiving[P, 1].place
+    arrived, place = asyncio.Event(), receiver.servicer.reception.receiving((P, 1)).place
 
     def seen(chunk: PushChunk) -> None:
         place(chunk)
         if chunk.chunk_index == 2:
             arrived.set()
 
-    receiver.servicer._receiving[P, 1].place = seen  # type: ignore[method-assign]
+    receiver.servicer.reception.receiving((P, 1)).place = seen  # type: ignore[method-assign]
 
     async def stall() -> AsyncIterator[bytes]:
         for index, data in cut_chunks(manifest, given, [0, 1, 2]):
@@ -400,13 +400,13 @@ async def test_a_sender_that_another_has_replaced_places_no_chunk(start: Start) 
     given, others = tensors(1), tensors(2)
     old, new = manifest_of(given, P, 1), manifest_of(others, P, 1)
     await wanted(receiver.channel, old)
-    arrived, place = asyncio.Event(), receiver.servicer._receiving[P, 1].place
+    arrived, place = asyncio.Event(), receiver.servicer.reception.receiving((P, 1)).place
 
     def seen(chunk: PushChunk) -> None:
         place(chunk)
         arrived.set()
 
-    receiver.servicer._receiving[P, 1].place = seen  # type: ignore[method-assign]
+    receiver.servicer.reception.receiving((P, 1)).place = seen  # type: ignore[method-assign]
     prepared = asyncio.Event()
 
     async def messages() -> AsyncIterator[bytes]:
@@ -421,7 +421,7 @@ async def test_a_sender_that_another_has_replaced_places_no_chunk(start: Start) 
     prepared.set()
     with pytest.raises(WeightsError, match="no Prepare announced"), rpc_errors():
         await call
-    assert 1 in receiver.servicer._receiving[P, 1].missing()
+    assert 1 in receiver.servicer.reception.receiving((P, 1)).missing()
 
 
 @pytest.mark.parametrize("serving", [True, False], ids=["serving", "previous"])
@@ -626,7 +626,7 @@ async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: St
     push = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")
     with pytest.raises(StaleEpoch), rpc_errors():
         await push(messages(), timeout=patient(10))
-    assert 0 in receiver.servicer._receiving[P, 1].missing()
+    assert 0 in receiver.servicer.reception.receiving((P, 1)).missing()
 
 
 async def test_a_commit_with_the_number_of_the_serving_set_reaches_no_worker(start: Start) -> None:

@@ -11,7 +11,6 @@ another name and renamed when all of it is on disk.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from paceline.errors import DataLoss, Unavailable
 from paceline.file_hashes import check_hashes, read_hashes, write_hashes
 from paceline.training.process import from_all_ranks
 from paceline.training.shards import local_of, read_shards, tensors_of, write_shard
+from paceline.whole_files import sync_path
 
 PREFIX = "checkpoint-"
 SHARDS, STATE = "shards", "state.json"
@@ -126,11 +126,11 @@ class CheckpointWriter:
         self._export(state, fresh)
         write_hashes(fresh, hashes)
         for path in [*fresh.rglob("*"), fresh]:
-            _sync(path)
+            sync_path(path)
         if final.exists():
             shutil.rmtree(final)
         fresh.rename(final)
-        _sync(self._directory)
+        sync_path(self._directory)
         for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
             if not (self._keep_every and old % self._keep_every == 0):
                 shutil.rmtree(self.path(old))
@@ -264,11 +264,3 @@ def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,8 +6,9 @@ Owns bytes, not models.
 from paceline.weights.manifest import CONFIG, build_manifest
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
+from paceline.weights.reception import WeightHooks
 from paceline.weights.service import SERVICE_NAME, add_weight_service
-from paceline.weights.servicer import WeightHooks, WeightServicer
+from paceline.weights.servicer import WeightServicer
 from paceline.weights.spool import Spool
 
 __all__ = [

@@ -11,9 +11,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paceline.errors import InvalidInput, WeightsError
-from paceline.rpc import Track
 from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite
-from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WeightTarget
+from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, WeightEncoding
 
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
@@ -58,28 +57,26 @@ def build_manifest(
         encoding=WEIGHT_ENCODING_FULL,
         lm_head_hash=lm_head_hash,
         metadata=metadata or {},
+        tensors=_specs(tensors),
+        total_bytes=sum(tensor.layout.nbytes for tensor in tensors),
     )
-    offset = 0
-    for tensor in tensors:
-        nbytes = tensor.layout.nbytes
-        manifest.tensors.append(
-            TensorSpec(
-                name=tensor.name,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                offset=offset,
-                nbytes=nbytes,
-            )
-        )
-        offset += nbytes
-
-    manifest.total_bytes = offset
-    check_manifest(manifest, max_bytes=offset)
+    check_manifest(manifest, max_bytes=manifest.total_bytes)
     checksums = (
         zlib.crc32(data) for _, data in cut_chunks(manifest, tensors, range(chunk_count(manifest)))
     )
     manifest.content_hash = content_hash(checksums)
     return manifest
+
+
+def _specs(tensors: Iterable[NamedTensor]) -> Iterator[TensorSpec]:
+    """One tensor behind the other, without a gap."""
+    offset = 0
+    for tensor in tensors:
+        nbytes = tensor.layout.nbytes
+        yield TensorSpec(
+            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, nbytes=nbytes
+        )
+        offset += nbytes
 
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
@@ -239,8 +236,3 @@ def _slice(
 def _encoding_name(encoding: int) -> str:
     known = encoding in WeightEncoding.values()
     return str(WeightEncoding.Name(encoding)) if known else str(encoding)
-
-
-def track_of(target: int) -> Track:
-    """Whose lease a part is pushed under."""
-    return Track.DRAFTER if target == WEIGHT_TARGET_DRAFTER else Track.LEARNER

@@ -2,31 +2,26 @@
 directory; single writer.
 
 Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them
-where the manifest's metadata has one, and `<dir>/versions.json` (the last sets committed, newest
-last, the drafter that served before the newest one's, and their sha256). What lies on disk is read
-against its hashes (integrity.py) before anybody loads it. Every write goes to a temporary name, is
-synced and renamed, so that a kill at any point leaves either the old state or the new one. The
-epochs.json beside them is the receiver's (paceline.rpc.epochs).
+where the manifest's metadata has one, and `<dir>/versions.json` (committed_sets.py). What lies on
+disk is read against its hashes (integrity.py) before anybody loads it. Every write goes to a
+temporary name, is synced and renamed, so that a kill at any point leaves either the old state or
+the new one. The epochs.json beside them is the receiver's (paceline.rpc.epochs).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from google.protobuf import json_format
 
 from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
-from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.committed_sets import TEMPORARY, CommittedSets, Part, named, part_version
 from paceline.weights.integrity import (
     CONFIG_FILE,
     MANIFEST,
@@ -44,15 +39,11 @@ from paceline.weights.manifest import (
     target_name,
 )
 from paceline.weights.metrics import VERSIONS_DAMAGED
+from paceline.whole_files import sync_path, write_synced
 
 _log = get_logger(__name__)
-_DRAFTER = 2
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
 _TARGETS = {name: target for target, name in TARGET_NAMES.items()}
-_TEMPORARY = ".tmp-"
-
-Part = tuple[int, int]
-"""(target, version)."""
 
 
 class Spool:
@@ -68,26 +59,27 @@ class Spool:
         if keep < 1:
             raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
         self._directory = Path(directory)
-        self._keep = keep
         self._initial = dict(initial or {})
         self._directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._damaged: set[Part] = set()  # as the last check of each has it
-        self.unknown = ""
-        """What is wrong with versions.json; while it is, no version goes."""
-        self._former_drafter: int | None = None
-        self._sets = self._read_sets()
+        self._sets = CommittedSets(self._directory, keep)
         self._prepared = {part for part in self.spooled() if not self._committed(part)}
 
     @property
     def serving(self) -> VersionSet | None:
         """Set committed last; None before the first commit, and while nobody knows it."""
-        return self._sets[-1] if self._sets else None
+        return self._sets.serving
 
     @property
     def previous(self) -> VersionSet | None:
         """Set committed before the serving one."""
-        return self._sets[-2] if len(self._sets) > 1 else None
+        return self._sets.previous
+
+    @property
+    def unknown(self) -> str:
+        """What is wrong with versions.json; while it is, no version goes."""
+        return self._sets.unknown
 
     @property
     def prepared(self) -> frozenset[Part]:
@@ -97,7 +89,8 @@ class Spool:
     @property
     def damaged(self) -> frozenset[Part]:
         """Parts of the serving set that the last check found damaged or gone."""
-        return frozenset(part for part in self._damaged if self._named(part, self._sets[-1:]))
+        serving = self.serving
+        return frozenset(part for part in self._damaged if serving and named(part, [serving]))
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; NotFound when it is not here."""
@@ -128,7 +121,7 @@ class Spool:
         try:
             if path.is_dir():
                 check_spooled(path)
-            elif version and self._kept((target, version)):
+            elif version and self._sets.names((target, version)):
                 raise DataLoss(f"{path} is gone", seen="no directory")
         except DataLoss as error:
             self._damaged.add((target, version))
@@ -199,24 +192,7 @@ class Spool:
         """Makes the set the serving one, atomically; removes what neither a kept set nor a later
         prepared one needs.
         """
-        serving = self.serving
-        if serving is not None and versions.seq <= serving.seq:
-            raise WeightsError(
-                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
-            )
-
-        sets = [*self._sets, versions][-self._keep :]
-        changes = serving is not None and serving.drafter != versions.drafter
-        former = serving.drafter if serving and changes else self._former_drafter
-        temporary = self._directory / f"{_TEMPORARY}versions.json"
-        listed = [*map(to_object, sets)]
-        described: dict[str, Any] = {"sets": listed, "sha256": _hash_of_sets(listed, former)}
-        if former is not None:
-            described["former_drafter"] = former
-        _write_synced(temporary, json.dumps(described).encode())
-        temporary.rename(self._directory / "versions.json")
-        _sync_directory(self._directory)
-        self._sets, self._former_drafter, self.unknown = sets, former, ""
+        self._sets.commit(versions)
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
         self._prepared = {
             (target, version) for target, version in self._prepared if version > committed[target]
@@ -232,17 +208,17 @@ class Spool:
     def _write_new(
         self, manifest: Manifest, buffer: memoryview | bytes | bytearray, path: Path
     ) -> None:
-        temporary = self._directory / f"{_TEMPORARY}{path.name}"
+        temporary = self._directory / f"{TEMPORARY}{path.name}"
         temporary.mkdir()
         text = json_format.MessageToJson(manifest, indent=None).encode()
         content = manifest.content_hash or hash_of(manifest, buffer)
-        _write_synced(temporary / TENSORS, header_of(manifest, text, content), buffer)
-        _write_synced(temporary / MANIFEST, text)
+        write_synced(temporary / TENSORS, header_of(manifest, text, content), buffer)
+        write_synced(temporary / MANIFEST, text)
         if CONFIG in manifest.metadata:
-            _write_synced(temporary / CONFIG_FILE, manifest.metadata[CONFIG].encode())
-        _sync_directory(temporary)
+            write_synced(temporary / CONFIG_FILE, manifest.metadata[CONFIG].encode())
+        sync_path(temporary)
         temporary.rename(path)
-        _sync_directory(self._directory)
+        sync_path(self._directory)
 
     def _prune(self) -> None:
         for part in self.spooled():
@@ -252,18 +228,11 @@ class Spool:
     def _remove(self, part: Part) -> None:
         # The rename makes the removal atomic for readers: a version is whole or absent.
         name = f"{TARGET_NAMES[part[0]]}-{part[1]}"
-        gone = (self._directory / name).rename(self._directory / f"{_TEMPORARY}gone-{name}")
+        gone = (self._directory / name).rename(self._directory / f"{TEMPORARY}gone-{name}")
         shutil.rmtree(gone)
 
     def _committed(self, part: Part) -> bool:
-        return bool(self.unknown) or self._kept(part)
-
-    def _kept(self, part: Part) -> bool:
-        return part == (_DRAFTER, self._former_drafter) or self._named(part, self._sets)
-
-    @staticmethod
-    def _named(part: Part, sets: list[VersionSet]) -> bool:
-        return any(part_version(one, part[0]) == part[1] for one in sets)
+        return bool(self.unknown) or self._sets.names(part)
 
     def spooled(self) -> set[Part]:
         """Parts whose directory is here."""
@@ -273,53 +242,8 @@ class Spool:
         return {(_TARGETS[match[1]], int(match[2])) for match in matches if match}
 
     def _remove_leftovers(self) -> None:
-        for path in self._directory.glob(f"{_TEMPORARY}*"):
+        for path in self._directory.glob(f"{TEMPORARY}*"):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-    def _read_sets(self) -> list[VersionSet]:
-        path = self._directory / "versions.json"
-        if not path.is_file():
-            return []
-        try:
-            described = json.loads(path.read_text())
-            sets, former = described["sets"], described.get("former_drafter")
-            if described["sha256"] != _hash_of_sets(sets, former):
-                raise ValueError("the sets are not those that were written")
-            found = [from_object(VersionSet, one) for one in sets][-self._keep :]
-            self._former_drafter = former
-            return found
-        except (ValueError, KeyError, TypeError, RecursionError, DataLoss) as error:
-            self.unknown = f"{path} is damaged: {str(error)[:120]}"
-            VERSIONS_DAMAGED.record(target="sets")
-            _log.error("sets_damaged", error=self.unknown)
-            return []
-
-
-def part_version(versions: VersionSet, target: int) -> int:
-    """Version of a set's part; the head is the policy's."""
-    return versions.drafter if target == _DRAFTER else versions.policy
-
-
-def _hash_of_sets(sets: list[Any], former_drafter: int | None) -> str:
-    hashed = sets if former_drafter is None else [sets, former_drafter]
-    return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
-
-
-def _write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
-    with path.open("wb", buffering=0) as file:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

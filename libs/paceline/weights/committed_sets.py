@@ -1,0 +1,114 @@
+"""The sets that were committed last, in versions.json: newest last, with the drafter that served
+before the newest one's, and their sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataLoss, WeightsError
+from paceline.tagged_json import from_object, to_object
+from paceline.telemetry import get_logger
+from paceline.trajectory import VersionSet
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
+from paceline.weights.metrics import VERSIONS_DAMAGED
+from paceline.whole_files import sync_path, write_synced
+
+FILE = "versions.json"
+TEMPORARY = ".tmp-"
+"""Begin of the names of what is not whole yet."""
+
+Part = tuple[int, int]
+"""(target, version)."""
+
+_log = get_logger(__name__)
+
+
+class CommittedSets:
+    """The last `keep` of a directory, as they were committed; a kill leaves the old ones or the
+    new.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self._file = directory / FILE
+        self._keep = keep
+        self.unknown = ""
+        """What is wrong with the file; "" once a set was committed since."""
+        self._former_drafter: int | None = None
+        self._sets = self._read()
+
+    @property
+    def serving(self) -> VersionSet | None:
+        """The newest; None before the first commit, and while nobody knows it."""
+        return self._sets[-1] if self._sets else None
+
+    @property
+    def previous(self) -> VersionSet | None:
+        """The one before the serving one."""
+        return self._sets[-2] if len(self._sets) > 1 else None
+
+    def names(self, part: Part) -> bool:
+        """Whether a part is of a kept set, or the drafter that served before the serving one."""
+        drafter_before = (WEIGHT_TARGET_DRAFTER, self._former_drafter)
+        return part == drafter_before or named(part, self._sets)
+
+    def commit(self, versions: VersionSet) -> None:
+        """The set serves, once this returns also after a loss of power. Raises WeightsError when
+        its seq does not grow.
+        """
+        serving = self.serving
+        if serving is not None and versions.seq <= serving.seq:
+            raise WeightsError(
+                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
+            )
+        sets = [*self._sets, versions][-self._keep :]
+        changes = serving is not None and serving.drafter != versions.drafter
+        former = serving.drafter if serving and changes else self._former_drafter
+        self._write(sets, former)
+        self._sets, self._former_drafter, self.unknown = sets, former, ""
+
+    def _write(self, sets: Iterable[VersionSet], former_drafter: int | None) -> None:
+        listed = [*map(to_object, sets)]
+        described: dict[str, Any] = {"sets": listed, "sha256": _hash_of(listed, former_drafter)}
+        if former_drafter is not None:
+            described["former_drafter"] = former_drafter
+        temporary = self._file.with_name(f"{TEMPORARY}{FILE}")
+        write_synced(temporary, json.dumps(described).encode())
+        temporary.rename(self._file)
+        sync_path(self._file.parent)
+
+    def _read(self) -> list[VersionSet]:
+        if not self._file.is_file():
+            return []
+        try:
+            described = json.loads(self._file.read_text())
+            sets, former = described["sets"], described.get("former_drafter")
+            if described["sha256"] != _hash_of(sets, former):
+                raise ValueError("the sets are not those that were written")
+            found = [from_object(VersionSet, one) for one in sets][-self._keep :]
+            self._former_drafter = former
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError, DataLoss) as error:
+            self.unknown = f"{self._file} is damaged: {str(error)[:120]}"
+            VERSIONS_DAMAGED.record(target="sets")
+            _log.error("sets_damaged", error=self.unknown)
+            return []
+
+
+def part_version(versions: VersionSet, target: int) -> int:
+    """Version of a set's part; the head is the policy's."""
+    return versions.drafter if target == WEIGHT_TARGET_DRAFTER else versions.policy
+
+
+def named(part: Part, sets: Iterable[VersionSet]) -> bool:
+    """Whether one of the sets has the part."""
+    return any(part_version(one, part[0]) == part[1] for one in sets)
+
+
+def _hash_of(sets: list[Any], former_drafter: int | None) -> str:
+    hashed = sets if former_drafter is None else [sets, former_drafter]
+    return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()

@@ -1,0 +1,274 @@
+"""Versions on their way: which of them arrive, are prepared and serve. One writer.
+
+What a version means to workers is the hooks' business; what is on disk is the spool's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Protocol
+
+from paceline.errors import DataLoss, ResourceExhausted, WeightsError
+from paceline.telemetry import get_logger
+from paceline.trajectory import VersionSet
+from paceline.v1 import weights_pb2 as pb
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
+from paceline.weights.assembly import Assembly
+from paceline.weights.committed_sets import Part, part_version
+from paceline.weights.manifest import target_name
+from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
+from paceline.weights.spool import Spool
+
+_log = get_logger(__name__)
+
+MAX_IN_FLIGHT = 2
+"""Versions of one target that may be receiving or prepared at a time."""
+
+
+class WeightHooks(Protocol):
+    """What the receiving service does with versions. Calls never overlap."""
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        """Loads a spooled version beside the serving one, on every worker.
+
+        An exception fails the Push.
+        """
+        ...
+
+    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+        """Serves the set on every worker; all parts were given to on_prepared.
+
+        An exception fails the Commit.
+        """
+        ...
+
+    async def on_abort(self, target: int, version: int) -> None:
+        """Forgets a version that was given to on_prepared."""
+        ...
+
+
+class Reception:
+    """Takes versions into a spool and gives them to the hooks.
+
+    Its changes are to be run to their end: half of one would let a second writer in.
+    """
+
+    def __init__(
+        self, spool: Spool, hooks: WeightHooks, targets: tuple[int, ...], max_bytes: int
+    ) -> None:
+        """`targets`: the parts that a commit needs; `max_bytes`: of one version's stream."""
+        self._spool = spool
+        self._hooks = hooks
+        self._targets = targets
+        self._max_bytes = max_bytes
+        self._receiving: dict[Part, Assembly] = {}
+        self._loaded: set[Part] = set()  # given to on_prepared and not yet committed or aborted
+        self._writer = asyncio.Lock()
+
+    @property
+    def serving(self) -> VersionSet:
+        """Set being served; version 0 of everything before the first commit."""
+        return self._spool.serving or VersionSet()
+
+    async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
+        """The chunks still wanted of a version, whose buffer is there."""
+        part = (manifest.target, manifest.version)
+        async with self._writer:
+            assembly = self._receiving.get(part)
+            damaged = assembly is None and await self._remove_damaged(part)
+            replaced = await self._make_way(manifest)
+            assembly = self._receiving.get(part)
+            if assembly is None and not damaged and self._is_spooled(manifest):
+                if manifest.version > part_version(self.serving, manifest.target):
+                    await self._load(part)
+                return pb.PrepareResponse(complete=True)
+            if assembly is None:
+                self._admit(part)
+                assembly = self._receiving[part] = Assembly(manifest, self._max_bytes)
+            return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
+
+    def receiving(self, part: Part, known: Assembly | None = None) -> Assembly:
+        """Where the chunks of an announced version go. Raises WeightsError when none was announced,
+        or another one since `known` was.
+        """
+        assembly = self._receiving.get(part)
+        if assembly is None or (known is not None and assembly is not known):
+            raise self._not_announced(part)
+        return assembly
+
+    async def finish(self, part: Part, received: int) -> pb.PushResponse:
+        """Spools and loads a complete version; a second push of the same version finds it done."""
+        async with self._writer:
+            assembly = self._receiving.get(part)
+            if assembly is None:
+                if part in self._loaded:
+                    return pb.PushResponse(bytes_received=received)
+                raise self._not_announced(part)
+            if not assembly.complete:
+                missing = assembly.missing()
+                raise WeightsError(
+                    f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on"
+                )
+            await self._check_content(part, assembly)
+            spool_started_s = time.monotonic()
+            await asyncio.to_thread(self._spool.write, assembly.manifest, assembly.buffer)
+            del self._receiving[part]
+            load_started_s = time.monotonic()
+            await self._load(part, written=True)
+            return pb.PushResponse(
+                bytes_received=received,
+                receive_s=assembly.receive_s,
+                spool_s=load_started_s - spool_started_s,
+                fan_out_s=time.monotonic() - load_started_s,
+            )
+
+    async def commit(self, versions: VersionSet, mode: int) -> None:
+        """Serves a set: workers first, then versions.json; the serving set again has no effect."""
+        async with self._writer:
+            if versions != self._spool.serving:
+                targets = self._awaited()
+                self._check_commit(versions, targets)
+                for target in targets:
+                    await self._load((target, part_version(versions, target)))
+                await self._hooks.on_commit(versions, mode)
+                await asyncio.to_thread(self._spool.commit, versions)
+                self._forget_older(versions)
+
+    async def abort(self, part: Part) -> None:
+        """Forgets a version; one that is not here is forgotten already. Raises WeightsError when it
+        is being served.
+        """
+        async with self._writer:
+            if part[1] == part_version(self.serving, part[0]):
+                raise WeightsError(
+                    "a serving version cannot be aborted",
+                    seen=_name(part),
+                    allowed="a prepared version",
+                )
+            await self._forget(part)
+
+    async def _remove_damaged(self, part: Part) -> bool:
+        """Whether the spooled version, serving or not, is to be pushed again."""
+        try:
+            await asyncio.to_thread(self._spool.check, *part)
+        except DataLoss:
+            await asyncio.to_thread(self._spool.remove, *part)
+            return True
+        return False
+
+    async def _make_way(self, manifest: pb.Manifest) -> bool:
+        """Forgets other content of the version; False when there is none.
+
+        Raises WeightsError when a kept set names the version: what has served stays what it was.
+        """
+        part = (manifest.target, manifest.version)
+        assembly = self._receiving.get(part)
+        known = assembly.manifest if assembly else self._spool.manifest(*part)
+        if known is None or known == manifest:
+            return False
+        if assembly is None and part not in self._spool.prepared:
+            raise WeightsError(
+                f"{_name(part)} is kept with other content",
+                seen=manifest.content_hash,
+                allowed=known.content_hash,
+            )
+        VERSIONS_REPLACED.record(target=target_name(part[0]))
+        _log.warning("version_replaced", version=_name(part))
+        await self._forget(part)
+        return True
+
+    async def _forget(self, part: Part) -> None:
+        self._receiving.pop(part, None)
+        if part in self._loaded:
+            await self._hooks.on_abort(*part)
+            self._loaded.discard(part)
+        await asyncio.to_thread(self._spool.discard, *part)
+
+    def _is_spooled(self, manifest: pb.Manifest) -> bool:
+        """Whether the version is on disk; WeightsError when it is not, and too old to be pushed."""
+        if self._spool.manifest(manifest.target, manifest.version) is not None:
+            return True
+        serving = part_version(self.serving, manifest.target)
+        if manifest.version in (0, serving) or (
+            manifest.target != WEIGHT_TARGET_DRAFTER and manifest.version < serving
+        ):
+            message = f"{target_name(manifest.target)} versions that may be pushed only grow"
+            raise WeightsError(message, seen=manifest.version, allowed=f"> {serving}")
+        return False
+
+    def _admit(self, part: Part) -> None:
+        """Raises ResourceExhausted when too many versions of the target are on their way."""
+        ahead = {one for one in (*self._receiving, *self._spool.prepared) if one[0] == part[0]}
+        if len(ahead) >= MAX_IN_FLIGHT:
+            seen = ", ".join(sorted(map(_name, ahead)))
+            raise ResourceExhausted(
+                "too many versions are in flight", seen=seen, allowed=f"{MAX_IN_FLIGHT} a target"
+            )
+
+    async def _check_content(self, part: Part, assembly: Assembly) -> None:
+        try:
+            await asyncio.to_thread(assembly.check_content)
+        except (DataLoss, WeightsError) as error:
+            del self._receiving[part]  # no later chunk could repair it
+            VERSIONS_REFUSED.record(target=target_name(part[0]))
+            _log.error("version_refused", version=_name(part), error=str(error))
+            raise
+
+    async def _load(self, part: Part, *, written: bool = False) -> None:
+        """Gives a spooled version to the hooks once; not what serves already, nor a version 0
+        without a directory.
+
+        Raises DataLoss when it is damaged, unless it was just `written`.
+        """
+        serves = part[1] == part_version(self.serving, part[0])
+        if part in self._loaded or serves or (part[1] == 0 and not self._spool.has(*part)):
+            return
+        if not written:
+            await asyncio.to_thread(self._spool.check, *part)
+        await self._hooks.on_prepared(*part, self._spool.path(*part))
+        self._loaded.add(part)
+
+    def _awaited(self) -> tuple[int, ...]:
+        """The targets whose versions must be here for a commit: not the drafter's where nobody
+        knows what has served; workers go without one that is damaged or gone.
+        """
+        without = WEIGHT_TARGET_DRAFTER if self._spool.unknown else None
+        return tuple(target for target in self._targets if target != without)
+
+    def _check_commit(self, versions: VersionSet, targets: tuple[int, ...]) -> None:
+        serving = self.serving
+        if versions.seq <= serving.seq:
+            raise WeightsError(
+                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
+            )
+        for target in targets:
+            version = part_version(versions, target)
+            here = {0, part_version(serving, target)}
+            if version not in here and not self._spool.has(target, version):
+                allowed = sorted(
+                    here | {one for kind, one in self._spool.spooled() if kind == target}
+                )
+                raise WeightsError(
+                    f"{target_name(target)} version is not prepared", seen=version, allowed=allowed
+                )
+
+    def _forget_older(self, versions: VersionSet) -> None:
+        """Nothing below what now serves can be committed as a new version any more."""
+        self._loaded = {part for part in self._loaded if part[1] > part_version(versions, part[0])}
+        for part in [
+            part for part in self._receiving if part[1] <= part_version(versions, part[0])
+        ]:
+            del self._receiving[part]
+
+    def _not_announced(self, part: Part) -> WeightsError:
+        return WeightsError(
+            "no Prepare announced this version",
+            seen=_name(part),
+            allowed=[*map(_name, self._receiving)],
+        )
+
+
+def _name(part: Part) -> str:
+    return f"{target_name(part[0])} version {part[1]}"
