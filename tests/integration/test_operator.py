@@ -194,7 +194,7 @@ async def test_the_agents_token_chooses_no_drafter(
 
 def test_commands_where_nothing_runs_name_the_address() -> None:
     address = f"127.0.0.1:{free_port()}"
-    for command in (["rollback"], ["pin", "3"], ["unpin"]):
+    for command in (["status"], ["stop"], ["rollback"], ["pin", "3"], ["unpin"]):
         told = CliRunner().invoke(app, [*command, "--address", address])
         assert told.exit_code == 2
         assert f"no coordinator answers; seen: {address}" in " ".join(told.output.split())

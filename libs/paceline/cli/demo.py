@@ -12,13 +12,13 @@ from paceline.cli.live import RunView
 from paceline.cli.plan import Checked, plan_run
 from paceline.cli.results import collect, print_results, write_results
 from paceline.cli.run_files import DemoOptions, RunFiles, configure_run, find_run
-from paceline.cli.up import EXIT_INTERRUPTED, health_s, stop_all, supervise
+from paceline.cli.up import EXIT_INTERRUPTED, stop_all, supervise, supervisor_of
 from paceline.cli.watch import follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError
 from paceline.local.child import ChildEvent
 from paceline.local.owner import SUPERVISOR, owned
-from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.supervisor import run_launches
 from paceline.local.tokens import use_run_tokens
 from paceline.streams import LedgerCount
 
@@ -89,14 +89,7 @@ async def _play(
         view.event(event)
 
     launches = run_launches(config, [files.config], plan.overrides)
-    supervisor = Supervisor(
-        launches,
-        files.directory,
-        on_event=on_event,
-        health_s=health_s(plan),
-        heartbeat_s=config.run.heartbeat_s,
-        hung_s=config.run.hung_s,
-    )
+    supervisor = supervisor_of(config, launches, files.directory, plan, on_event)
     following: list[asyncio.Task[None]] = []
 
     async def started() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import Coordinator
+from paceline.cli.access import Coordinator, coordinator_answers
 from paceline.cli.choice import drafter_line
 from paceline.cli.doctor import counts_text
 from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
-from paceline.rpc import rpc_errors
 from paceline.rpc.progress import ask_progress
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -25,9 +26,9 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     """
     async with coordinator.channel() as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
-        with rpc_errors():
+        with coordinator_answers(coordinator):
             snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
-        progress = await ask_progress(connection, DEADLINE_S)
+            progress = await ask_progress(connection, DEADLINE_S)
 
     console.print(
         f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
@@ -37,17 +38,7 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     )
     if snapshot.drafters.HasField("chosen") or snapshot.drafters.HasField("promoted"):
         console.print(drafter_line(snapshot.drafters), highlight=False, soft_wrap=True)
-    slots = Table("slots", "holder", "epoch", "worker")
-    for some in snapshot.slots:
-        last = some.first + some.count - 1
-        slots.add_row(
-            str(last) if some.count == 1 else f"{some.first}-{last}",
-            enum_word(pb.Holder, some.holder),
-            str(some.epoch),
-            enum_word(pb.WorkerState, some.worker_state),
-        )
-
-    console.print(slots)
+    console.print(_slots_table(snapshot.slots))
     for part in progress.parts[1:]:  # the first one's stand above
         if counts := counts_text(part):
             console.print(f"{part.name}: {counts}", highlight=False, soft_wrap=True)
@@ -62,3 +53,16 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
         console.print(f"[bold red]{escape(snapshot.failure)}[/]", highlight=False)
         return 1
     return 0
+
+
+def _slots_table(ranges: Iterable[pb.SlotRange]) -> Table:
+    slots = Table("slots", "holder", "epoch", "worker")
+    for some in ranges:
+        last = some.first + some.count - 1
+        slots.add_row(
+            str(last) if some.count == 1 else f"{some.first}-{last}",
+            enum_word(pb.Holder, some.holder),
+            str(some.epoch),
+            enum_word(pb.WorkerState, some.worker_state),
+        )
+    return slots

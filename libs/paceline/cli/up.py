@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from paceline.cli.plan import Checked, plan_run
 from paceline.config import ServiceConfig, load_config
-from paceline.local.child import ChildEvent
+from paceline.local.child import ChildEvent, Launch
 from paceline.local.owner import SUPERVISOR, owned
 from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches
@@ -64,14 +64,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     launches = run_launches(
         config, [path.absolute() for path in files], [*overrides, *plan.overrides]
     )
-    supervisor = Supervisor(
-        launches,
-        run_dir,
-        on_event=show,
-        health_s=health_s(plan),
-        heartbeat_s=config.run.heartbeat_s,
-        hung_s=config.run.hung_s,
-    )
+    supervisor = supervisor_of(config, launches, run_dir, plan, show)
     with owned(run_dir, SUPERVISOR):
         use_run_tokens(config)
         try:
@@ -92,7 +85,25 @@ def _key(config: ServiceConfig) -> str:
     return f" (key: {escape(str(file))})" if config.security.run_tokens else ""
 
 
-def health_s(plan: Checked) -> float:
+def supervisor_of(
+    config: ServiceConfig,
+    launches: Sequence[Launch],
+    run_dir: Path,
+    plan: Checked,
+    on_event: Callable[[ChildEvent], None],
+) -> Supervisor:
+    """A supervisor of a run's processes, with the limits of its settings."""
+    return Supervisor(
+        launches,
+        run_dir,
+        on_event=on_event,
+        health_s=_health_s(plan),
+        heartbeat_s=config.run.heartbeat_s,
+        hung_s=config.run.hung_s,
+    )
+
+
+def _health_s(plan: Checked) -> float:
     """Seconds that a service may take to its start."""
     return patient(plan.start_s + _AFTER_ITS_OWN_S)
 
@@ -108,7 +119,7 @@ async def supervise(
     """
 
     async def work() -> None:
-        await supervisor.start(health_s(plan) + patient(_ALL_S))
+        await supervisor.start(_health_s(plan) + patient(_ALL_S))
         await when_started()
         await supervisor.wait_finished()
 

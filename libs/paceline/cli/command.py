@@ -1,0 +1,66 @@
+"""What several commands of `paceline` share: their options, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from paceline.errors import PacelineError
+from paceline.local.processes import keep_files_private
+
+console = Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="settings, e.g. engine.dtype=float32", show_default=False
+    ),
+]
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token", help="make no tokens: every user of this machine may use and steer it"
+    ),
+]
+ConfigFiles = Annotated[
+    list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
+]
+CoordinatorAddress = Annotated[
+    str | None,
+    typer.Option(help="where the coordinator listens; else as the settings have it"),
+]
+
+
+def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:
+    """The settings that a command line gives."""
+    return (*(overrides or ()), *(("security.run_tokens=false",) if no_token else ()))
+
+
+def become(module: str, *arguments: str) -> NoReturn:
+    """Hand this process over: signals reach the module directly and its exit code is ours."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
+
+
+def refused(error: PacelineError) -> typer.Exit:
+    """The exit of a command that cannot work; says why."""
+    console.print(f"[bold red]paceline:[/] {escape(str(error))}", highlight=False)
+    return typer.Exit(2)
+
+
+def run_to_exit(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
+    """Ends this process with the status that the command returns."""
+    keep_files_private()
+    try:
+        raise typer.Exit(asyncio.run(coroutine))
+    except PacelineError as error:
+        raise refused(error) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error

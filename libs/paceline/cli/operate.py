@@ -1,0 +1,86 @@
+"""Defines the commands to a run that goes on: they ask its coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from paceline.cli.command import ConfigFiles, CoordinatorAddress, refused, run_to_exit
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.cli.access import Coordinator
+    from paceline.cli.choice import Request
+
+
+def status(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Show what a running system does: phase, slots, versions, the last step."""
+    from paceline.cli.status import show_status
+
+    run_to_exit(show_status(_coordinator(address, config), Console()))
+
+
+def stop(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """End a run with the step that runs now, and wait for it; Ctrl-C only ends the waiting."""
+    from paceline.cli.stop import stop_run
+
+    run_to_exit(stop_run(_coordinator(address, config), Console()))
+
+
+def rollback(
+    version: Annotated[
+        int | None,
+        typer.Argument(min=0, help="drafter to go back to; else the one that served before"),
+    ] = None,
+    policy: Annotated[
+        int | None, typer.Option(min=0, help="refused: says how to go back to an older policy")
+    ] = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Serve the former drafter again, from the next commit on and for a step at least."""
+    from paceline.v1.coordinator_pb2 import RollBackRequest
+
+    request = RollBackRequest(drafter_version=version, policy_version=policy)
+    _choose(request, address, config)
+
+
+def pin(
+    version: Annotated[
+        int | None, typer.Argument(min=0, help="drafter to keep; else the one that serves")
+    ] = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Keep a drafter serving: what is promoted waits until it is unpinned."""
+    from paceline.v1.coordinator_pb2 import PinDrafterRequest
+
+    _choose(PinDrafterRequest(drafter_version=version), address, config)
+
+
+def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Let promoted drafters serve again; withdraws a rollback that is due."""
+    from paceline.v1.coordinator_pb2 import UnpinDrafterRequest
+
+    _choose(UnpinDrafterRequest(), address, config)
+
+
+def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
+    from paceline.cli.choice import choose_drafter
+
+    run_to_exit(choose_drafter(_coordinator(address, config), request, Console()))
+
+
+def _coordinator(address: str | None, config: list[Path] | None) -> Coordinator:
+    from paceline.cli.access import coordinator_of
+
+    try:
+        return coordinator_of(list(config or []), address)
+    except PacelineError as error:
+        raise refused(error) from error
+
+
+COMMANDS = (status, stop, rollback, pin, unpin)
