@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from paceline.config import RunConfig, ServiceConfig
 from paceline.errors import Unavailable
-from paceline.local.child import ChildEvent, Launch, RestartPolicy
+from paceline.local.launch import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.redis import resolved
 from paceline.local.supervisor import Supervisor, run_launches

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config import SecurityConfig
-from paceline.local.child import ChildEvent, Launch, RestartPolicy
+from paceline.local.launch import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import wait_healthy

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from redis_servers import foreign_redis
 
 from paceline.config import ServiceConfig, load_config
-from paceline.local.child import Launch
 from paceline.local.hung import LAST, Turns
+from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.redis import resolved, wait_redis
 from paceline.local.supervisor import Supervisor, run_launches

@@ -20,7 +20,7 @@ from redis_servers import RedisServer
 
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import Unavailable
-from paceline.local.child import RestartPolicy
+from paceline.local.launch import RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.redis import RedisLauncher, resolved

@@ -19,8 +19,8 @@ import pytest
 from integration.supervised import QUICK, Events, stub_launch
 
 from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
-from paceline.local.child import ChildEvent, Launch, RestartPolicy
 from paceline.local.heartbeat import LIMIT_S
+from paceline.local.launch import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.processes import EXIT_CONFIG, EXIT_FULL, EXIT_RUN_FAILED
 from paceline.local.supervisor import Supervisor

@@ -16,7 +16,7 @@ from paceline.cli.up import EXIT_INTERRUPTED, stop_all, supervise, supervisor_of
 from paceline.cli.watch import follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError
-from paceline.local.child import ChildEvent
+from paceline.local.launch import ChildEvent
 from paceline.local.owner import SUPERVISOR, owned
 from paceline.local.supervisor import run_launches
 from paceline.local.tokens import use_run_tokens

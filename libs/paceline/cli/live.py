@@ -11,7 +11,7 @@ from rich.table import Column
 
 from paceline.cli.up import event_line
 from paceline.cli.watch import RunState
-from paceline.local.child import ChildEvent
+from paceline.local.launch import ChildEvent
 from paceline.local.services import SERVICES
 from paceline.report.journal import ACCURACY, PROBE
 from paceline.v1.coordinator_pb2 import StepRecord

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
-from paceline.local.child import Launch
 from paceline.local.disk import lack_of_room
 from paceline.local.findings import Finding, looked_at
+from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import require_free
 from paceline.local.processes import child_environment, describe_exit

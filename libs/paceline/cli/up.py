@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from paceline.cli.plan import Checked, plan_run
 from paceline.config import ServiceConfig, load_config
-from paceline.local.child import ChildEvent, Launch
+from paceline.local.launch import ChildEvent, Launch
 from paceline.local.owner import SUPERVISOR, owned
 from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches

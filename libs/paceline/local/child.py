@@ -7,17 +7,16 @@ import math
 import os
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from paceline.errors import ConfigError, PacelineError, RunFailed, Unavailable
 from paceline.local import news
 from paceline.local.disk import lack_of_room
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.hung import HUNG_S, Turns, unanswered
+from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy
 from paceline.local.processes import (
     EXIT_CONFIG,
     EXIT_FULL,
@@ -30,52 +29,9 @@ from paceline.local.processes import (
     stopped,
 )
 
-EventKind = (
-    Literal["started", "healthy", "died", "waits", "restarted", "given_up", "finished", "stopped"]
-    | news.News
-)
 _LOOK_S = 1.0
 _FAILED = "SERVICE_FAILED"
 _GIVE_UP_GRACE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How to start one process, and how to see that it serves."""
-
-    name: str
-    command: tuple[str, ...]  # () for a server that others run: only its health is awaited
-    # Gets a deadline in seconds; returns what a user should know; raises PacelineError.
-    healthy: Callable[[float], Awaitable[str | None]] | None = None
-    depends_on: tuple[str, ...] = ()  # names that must be healthy first
-    ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
-    environment: Mapping[str, str] = field(default_factory=dict)
-    ends_run: bool = False  # the run is over when it exits with status 0
-    optional: bool = False  # the others go on without it
-    # Asked all the time of a server that tells of no turns; as `healthy`, and quick.
-    ping: Callable[[float], Awaitable[object]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChildEvent:
-    """What happened to a process, for a terminal view."""
-
-    name: str
-    kind: EventKind
-    pid: int
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """At most `tries` restarts within `window_s` seconds, with pauses of base_s, 2 base_s, ... up
-    to cap_s.
-    """
-
-    tries: int = 5
-    window_s: float = 120.0
-    base_s: float = 0.5
-    cap_s: float = 10.0
 
 
 class Child:

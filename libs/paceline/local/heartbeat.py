@@ -2,8 +2,8 @@
 
 A beat is a ping of ZeroMQ on a socket that carries nothing else. It is answered by a thread of
 libzmq's in the child, which needs neither Python's lock nor the child's loop: a process that
-computes, imports or compiles for minutes answers, a stopped one does not. That a loop of a process
-which runs does not get on is seen by the deadlines of what is asked of it.
+computes, imports or compiles for minutes answers, a stopped one does not. Whether the loop of a
+service gets on is hung.py's.
 
 A silent child's connection is cut. One that was only late connects again within the grace, which
 is as long as the machine is busy, and lives; nothing is lost by it.

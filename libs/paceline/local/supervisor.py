@@ -14,10 +14,11 @@ from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy
+from paceline.local.child import Child
 from paceline.local.foreign_redis import check_durable
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.hung import HUNG_S
+from paceline.local.launch import ChildEvent, Launch, RestartPolicy
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec

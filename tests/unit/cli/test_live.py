@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.live import RunView, step_line
-from paceline.local.child import ChildEvent
+from paceline.local.launch import ChildEvent
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
 

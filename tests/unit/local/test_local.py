@@ -12,7 +12,7 @@ from paceline.config import AddressesConfig, RedisConfig, RunConfig, SecurityCon
 from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
 from paceline.local import healthcheck
 from paceline.local import redis as local_redis
-from paceline.local.child import Launch
+from paceline.local.launch import Launch
 from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved

@@ -1,0 +1,53 @@
+"""The nouns of supervision: how a process is started, what happens to it, how often it may die."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.local import news
+
+EventKind = (
+    Literal["started", "healthy", "died", "waits", "restarted", "given_up", "finished", "stopped"]
+    | news.News
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start one process, and how to see that it serves."""
+
+    name: str
+    command: tuple[str, ...]  # () for a server that others run: only its health is awaited
+    # Gets a deadline in seconds; returns what a user should know; raises PacelineError.
+    healthy: Callable[[float], Awaitable[str | None]] | None = None
+    depends_on: tuple[str, ...] = ()  # names that must be healthy first
+    ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends_run: bool = False  # the run is over when it exits with status 0
+    optional: bool = False  # the others go on without it
+    # Asked all the time of a server that tells of no turns; as `healthy`, and quick.
+    ping: Callable[[float], Awaitable[object]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEvent:
+    """What happened to a process, for a terminal view."""
+
+    name: str
+    kind: EventKind
+    pid: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """At most `tries` restarts within `window_s` seconds, with pauses of base_s, 2 base_s, ... up
+    to cap_s.
+    """
+
+    tries: int = 5
+    window_s: float = 120.0
+    base_s: float = 0.5
+    cap_s: float = 10.0
