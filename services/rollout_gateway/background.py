@@ -18,7 +18,7 @@ def background(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
     return task
 
 
-async def cancel(*tasks: asyncio.Task[None] | None) -> None:
+async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel tasks and wait until they have ended."""
     started = [task for task in tasks if task is not None]
     for task in started:

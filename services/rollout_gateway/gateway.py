@@ -30,7 +30,8 @@ from rollout_gateway.calls.checks import check_arm
 from rollout_gateway.calls.planner import Planner
 from rollout_gateway.calls.queue import FairQueue
 from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
 from rollout_gateway.engines.sampling import UNSEEDED
@@ -44,9 +45,10 @@ from rollout_gateway.sessions.outbox import Outbox
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.workers.expiry import Expiry
 from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.keeper import RowShape
 from rollout_gateway.workers.lending import Lending
 from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.router import Router, RowShape
+from rollout_gateway.workers.router import Router
 from rollout_gateway.workers.weights import WorkerWeights
 
 STOP_GRACE_S = 10.0
@@ -76,22 +78,7 @@ class Gateway:
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
-        settings = engine_settings(config)
-        rows = None
-        if features is not None:
-            layout = _row_layout(config, settings)
-            rows = RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
-        self.router = Router(
-            config.worker_count,
-            config.engine,
-            settings,
-            rows,
-            lambda taken: self.publisher.take(taken),
-            lambda request_id: self.publisher.discard(request_id),
-            config.queue.wait_s,
-            config.reclaim_after_s,
-            config.run.heartbeat_s,
-        )
+        self.router = self._make_router(rows_wanted=features is not None)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable)
@@ -111,13 +98,27 @@ class Gateway:
         self._forced_arm = config.speculation.forced_arm
         self.router.on_ready = self._equip
         self.router.loans.on_return = self.weights.take_memory
-        self.lending = Lending(
-            self.router.loans,
-            self.router.count,
-            EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS),
-            config.spool and config.spool / "lent.json",
-        )
+        guard = EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS)
+        lent = config.spool and config.spool / "lent.json"
+        self.lending = Lending(self.router.loans, self.router.count, guard, lent)
         self.expiry = Expiry(self.lending)
+
+    def _make_router(self, *, rows_wanted: bool) -> Router:
+        config, settings, rows = self.config, engine_settings(self.config), None
+        if rows_wanted:
+            layout = _row_layout(config, settings)
+            rows = RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
+        return Router(
+            config.worker_count,
+            config.engine,
+            settings,
+            rows,
+            lambda taken: self.publisher.take(taken),
+            lambda request_id: self.publisher.discard(request_id),
+            config.queue.wait_s,
+            config.reclaim_after_s,
+            config.run.heartbeat_s,
+        )
 
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.

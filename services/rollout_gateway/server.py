@@ -24,6 +24,7 @@ from rollout_gateway.api.grpc import RolloutServicer
 from rollout_gateway.api.http.app import build_app
 from rollout_gateway.api.http.bodies import most_bytes
 from rollout_gateway.api.http.protocol import BoundedProtocol
+from rollout_gateway.background import cancel
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.progress import progress
@@ -113,31 +114,9 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
 
 
 async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None], int]:
-    address, security = gateway.config.addresses.http, gateway.config.security
-    host, _, port = address.rpartition(":")
-    if (
-        not is_loopback(address)
-        and not security.allow_insecure
-        and not (security.token and security.tls_cert)
-    ):
-        raise ConfigError(
-            "the HTTP address is reachable from other machines without token and TLS",
-            seen=address,
-            allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
-        )
-
-    config = uvicorn.Config(
-        build_app(gateway, loopback=is_loopback(address)),
-        host=host.strip("[]"),
-        port=int(port),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        http=BoundedProtocol,
-        timeout_graceful_shutdown=int(STOP_GRACE_S),
-        ssl_certfile=security.tls_cert or None,
-        ssl_keyfile=security.tls_key or None,
-    )
+    address = gateway.config.addresses.http
+    _check_reachable(gateway.config)
+    config = _http_config(gateway)
     server = HttpServer(config)
     try:
         sockets = [config.bind_socket()]
@@ -154,6 +133,36 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
         (task, listening), timeout=patient(START_DEADLINE_S), return_when=asyncio.FIRST_COMPLETED
     )
     if not server.listening.is_set():
-        listening.cancel()
-        raise ConfigError("the HTTP server did not start", seen=address)
+        cause = task.exception() if task.done() else None
+        await cancel(task, listening)
+        raise ConfigError("the HTTP server did not start", seen=address) from cause
     return server, task, int(sockets[0].getsockname()[1])
+
+
+def _check_reachable(config: GatewayConfig) -> None:
+    """Raises ConfigError where others could use the HTTP API unseen."""
+    address, security = config.addresses.http, config.security
+    closed = security.token and security.tls_cert
+    if not (is_loopback(address) or security.allow_insecure or closed):
+        raise ConfigError(
+            "the HTTP address is reachable from other machines without token and TLS",
+            seen=address,
+            allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
+        )
+
+
+def _http_config(gateway: Gateway) -> uvicorn.Config:
+    address, security = gateway.config.addresses.http, gateway.config.security
+    host, _, port = address.rpartition(":")
+    return uvicorn.Config(
+        build_app(gateway, loopback=is_loopback(address)),
+        host=host.strip("[]"),
+        port=int(port),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        http=BoundedProtocol,
+        timeout_graceful_shutdown=int(STOP_GRACE_S),
+        ssl_certfile=security.tls_cert or None,
+        ssl_keyfile=security.tls_key or None,
+    )

@@ -96,15 +96,7 @@ class Canary:
                 continue
             if failed is None:
                 return process
-            metrics.SETS_REFUSED.record(check=failed.check)
-            log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
-            raise WeightsError(
-                f"engine worker {process.index}, the canary, refused set {versions.seq} "
-                f"(p{versions.policy}.d{versions.drafter}): {failed.check}",
-                seen=failed.seen,
-                allowed=failed.allowed,
-                reason=REFUSED,
-            )
+            raise _refusal(process, versions, failed)
         if all(isinstance(one, Unavailable | DeadlineExceeded) for one in failures):
             raise WeightsError(
                 f"every engine worker that tried set {versions.seq} was lost",
@@ -241,6 +233,19 @@ class Canary:
                 except PacelineError as error:
                     log.error("a canary keeps a lent slot's memory", error=str(error))
                     await _replace(process)
+
+
+def _refusal(process: WorkerProcess, versions: VersionSet, failed: FailedCheck) -> WeightsError:
+    """What a set that has not passed is answered with; counts it."""
+    metrics.SETS_REFUSED.record(check=failed.check)
+    log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
+    return WeightsError(
+        f"engine worker {process.index}, the canary, refused set {versions.seq} "
+        f"(p{versions.policy}.d{versions.drafter}): {failed.check}",
+        seen=failed.seen,
+        allowed=failed.allowed,
+        reason=REFUSED,
+    )
 
 
 def _still_there(process: WorkerProcess) -> None:

@@ -123,22 +123,22 @@ class Seat:
             change.set_result(None)
 
 
-def choose(slots: Sequence[Seat], prefer: int | None) -> Seat | None:
+def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
     """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
     the least loaded; None while all are released.
 
     Places without a process count only when there is no other.
     """
-    there = [slot for slot in slots if not slot.released]
-    kept = [slot for slot in there if slot.process is not None] or there
-    held = next((slot for slot in kept if slot.index == prefer), None)
+    there = [seat for seat in seats if not seat.released]
+    kept = [seat for seat in there if seat.process is not None] or there
+    held = next((seat for seat in kept if seat.index == prefer), None)
     if held is not None and not _overloaded(held, kept):
         return held
-    return min(kept, key=lambda slot: len(slot.live), default=None)
+    return min(kept, key=lambda seat: len(seat.live), default=None)
 
 
 def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:
-    others = [len(slot.live) for slot in kept if slot is not held]
+    others = [len(seat.live) for seat in kept if seat is not held]
     return (
         bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
     )

@@ -10,8 +10,6 @@ from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.placement import Seat
 
 PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
-ONCE = 1 << 30
-"""Tries of a request that is not made again when its worker is lost."""
 
 
 class Probes:
@@ -38,9 +36,8 @@ class Probes:
         """Whole answers of the worker in this place, also while it is lent; one that is lost
         answers with an error.
         """
-        probes = [Generation(request, seat.index, rerun=False) for request in requests]
+        probes = [Generation(request, seat.index) for request in requests]
         for generation in probes:
-            generation.tries = ONCE
             seat.add(generation)
         self._flush()
         try:

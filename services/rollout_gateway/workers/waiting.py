@@ -19,8 +19,8 @@ class Waiting:
 
 
 class WaitingTraffic:
-    """Told of every change, it tells once when somebody waits for `after_s` seconds on end, and
-    again only after nobody waited. For use on one event loop.
+    """Told of every change of requests, it tells once when somebody waits for `after_s` seconds on
+    end, and again only after nobody waited. For use on one event loop.
 
     A request waits where no worker may take it, and where its worker has more than it decodes at
     once. Samples that a step has given to a worker do not count: no other may run them.
@@ -36,8 +36,8 @@ class WaitingTraffic:
         self._listeners: set[asyncio.Queue[Waiting | None]] = set()
 
     def look(self) -> None:
-        """Something has changed: requests, or which workers are lent."""
-        if not any(seat.released for seat in self._seats) or not self._waiting():
+        """Requests have come, moved or ended."""
+        if not self._somebody_waits():
             self._now = None
             if self._timer is not None:
                 self._timer.cancel()
@@ -67,10 +67,15 @@ class WaitingTraffic:
 
     def _tell(self) -> None:
         self._timer = None
+        if not self._somebody_waits():  # workers are back, of which nobody tells
+            return
         released = tuple(seat.index for seat in self._seats if seat.released)
         self._now = Waiting(self._waiting(), released)
         for listener in self._listeners:
             listener.put_nowait(self._now)
+
+    def _somebody_waits(self) -> bool:
+        return any(seat.released for seat in self._seats) and self._waiting() > 0
 
     def _waiting(self) -> int:
         waiting = len(self._held)

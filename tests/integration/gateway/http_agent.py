@@ -13,7 +13,7 @@ import httpx
 
 from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.config import engine_settings
+from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.testing.scripted.replies import Script
 from rollout_gateway.testing.scripted.script import ScriptedSpec
 

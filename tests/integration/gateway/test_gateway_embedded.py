@@ -22,7 +22,8 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import build_manifest, commit_versions, push_weights
-from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"

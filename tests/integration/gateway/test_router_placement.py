@@ -21,7 +21,8 @@ from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
-from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.workers.router import Router
 from rollout_gateway.workers.weights import WorkerWeights
 
@@ -102,7 +103,7 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
         assert (await ended(router, request(2, [5]), prefer=1))[0] == 0
         pinned = asyncio.create_task(ended(router, request(3, [5]), worker=1))
         await asyncio.sleep(0)
-        assert not router._slots[1].live
+        assert not router.seats[1].live
         assert await router.loans.take_back() == [1]
         assert await router.loans.take_back() == []
         assert (await pinned)[0] == 1
@@ -167,8 +168,8 @@ async def test_requests_wait_while_all_workers_are_lent_and_run_when_one_is_back
         given_up = router.submit(request(2, [5]))
         router.abort(given_up)
         assert given_up.whole.finish_reason == tpb.FINISH_REASON_ABORT
-        assert not router._slots[0].live
-        assert not router._slots[1].live
+        assert not router.seats[0].live
+        assert not router.seats[1].live
         assert await router.loans.take_back() == [0, 1]
         async with asyncio.timeout(DEADLINE_S):
             async for _ in waiting.chunks():
@@ -218,7 +219,7 @@ async def test_a_request_that_outlasts_the_drain_goes_on_elsewhere_with_the_same
         kept = list(generation.request.response_token_ids)
         assert 0 < len(kept) < 60
         assert kept == list(expected[: len(kept)])
-        assert not any(router._slots[index].live for index in lent)
+        assert not any(router.seats[index].live for index in lent)
         if not others:
             await router.loans.take_back()
         async with asyncio.timeout(DEADLINE_S):
@@ -241,7 +242,7 @@ async def test_a_worker_that_dies_while_it_is_lent_starts_without_memory_and_com
         lost.kill()
         async with asyncio.timeout(DEADLINE_S):
             assert [(await anext(news))[0], (await anext(news))[0]] == ["impaired", "recovered"]
-        fresh = router._slots[0].process
+        fresh = router.seats[0].process
         assert fresh is not None
         refused = pb.WorkerCommand(resume_memory=pb.ResumeMemory(tags=[pb.MEMORY_TAG_KV_CACHE]))
         await fresh.ask(refused, DEADLINE_S)  # it had been released: else refused
@@ -257,9 +258,9 @@ async def test_idleness_is_told_by_worker_and_only_after_the_last_token(
         generation = router.submit(request(1, [5], max_tokens=300), worker=0)
         busy = asyncio.create_task(router.idle_for(0, 0.01))
         await asyncio.wait_for(router.idle_for(1, 0.01), DEADLINE_S)
-        assert router._slots[0].idle_since_s is None or generation.finished
+        assert router.seats[0].idle_since_s is None or generation.finished
         await asyncio.wait_for(busy, DEADLINE_S)
         assert generation.finished
-        since = router._slots[0].idle_since_s
+        since = router.seats[0].idle_since_s
         assert since is not None
         assert time.monotonic() - since >= 0.01

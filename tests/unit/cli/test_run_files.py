@@ -21,7 +21,8 @@ from paceline.cli.run_files import (
 from paceline.config import ServiceConfig, load_config
 from paceline.config.tables import read_tables
 from paceline.errors import ConfigError, NotFound
-from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 SERVICES = {

@@ -20,21 +20,21 @@ from rollout_gateway.workers.process import WorkerProcess
 _numbers = itertools.count(1)
 
 
-def slots(*loads: int, gone: tuple[int, ...] = (), released: tuple[int, ...] = ()) -> list[Seat]:
+def seats(*loads: int, gone: tuple[int, ...] = (), released: tuple[int, ...] = ()) -> list[Seat]:
     """Places that serve with so many requests each."""
     made = []
     for index, load in enumerate(loads):
         process = None if index in gone else cast(WorkerProcess, object())
-        slot = Seat(index, process, released=index in released)
+        seat = Seat(index, process, released=index in released)
         for _ in range(load):
-            add(slot)
-        made.append(slot)
+            add(seat)
+        made.append(seat)
     return made
 
 
-def add(slot: Seat) -> Generation:
+def add(seat: Seat) -> Generation:
     generation = Generation(pb.EngineRequest(request_id=next(_numbers)), None)
-    slot.add(generation)
+    seat.add(generation)
     return generation
 
 
@@ -45,12 +45,12 @@ def place(made: list[Seat], prefer: int | None) -> Seat:
 
 
 def test_without_a_preference_the_least_loaded_gets_the_request() -> None:
-    assert place(slots(3, 1, 2), None).index == 1
-    assert place(slots(0, 0), None).index == 0
+    assert place(seats(3, 1, 2), None).index == 1
+    assert place(seats(0, 0), None).index == 0
 
 
 def test_the_next_turn_goes_where_its_cache_is() -> None:
-    assert place(slots(0, 3, 1), 1).index == 1
+    assert place(seats(0, 3, 1), 1).index == 1
 
 
 @pytest.mark.parametrize("others", [(0,), (5,), (0, 4, 2)])
@@ -58,33 +58,33 @@ def test_a_worker_with_much_more_than_the_others_loses_its_sessions(
     others: tuple[int, ...],
 ) -> None:
     most = int(STICKY_FACTOR * sum(others) / len(others)) + STICKY_SLACK
-    assert place(slots(most, *others), 0).index == 0
-    moved = choose(slots(most + 1, *others), 0)
+    assert place(seats(most, *others), 0).index == 0
+    moved = choose(seats(most + 1, *others), 0)
     assert len(moved.live) == min(others)
 
 
 def test_a_single_worker_keeps_its_sessions_at_any_load() -> None:
-    assert place(slots(50), 0).index == 0
+    assert place(seats(50), 0).index == 0
 
 
 def test_a_turn_whose_worker_is_gone_goes_to_another() -> None:
-    assert place(slots(0, 3, gone=(0,)), 0).index == 1
-    assert place(slots(0, 3), 7).index == 0
+    assert place(seats(0, 3, gone=(0,)), 0).index == 1
+    assert place(seats(0, 3), 7).index == 0
 
 
 def test_a_released_worker_gets_no_request_while_another_serves() -> None:
-    assert place(slots(0, 9, released=(0,)), None).index == 1
-    assert place(slots(0, 9, released=(0,)), 0).index == 1
-    assert place(slots(0, 9, 9, released=(0,), gone=(1,)), None).index == 2
+    assert place(seats(0, 9, released=(0,)), None).index == 1
+    assert place(seats(0, 9, released=(0,)), 0).index == 1
+    assert place(seats(0, 9, 9, released=(0,), gone=(1,)), None).index == 2
 
 
 def test_a_released_worker_serves_nobody_even_when_no_other_does() -> None:
-    assert place(slots(2, 0, released=(0,), gone=(1,)), None).index == 1
-    assert choose(slots(2, 1, released=(0, 1)), None) is None
+    assert place(seats(2, 0, released=(0,), gone=(1,)), None).index == 1
+    assert choose(seats(2, 1, released=(0, 1)), None) is None
 
 
 def test_requests_wait_at_a_starting_worker_when_none_serves() -> None:
-    assert place(slots(2, 1, gone=(0, 1)), None).index == 1
+    assert place(seats(2, 1, gone=(0, 1)), None).index == 1
 
 
 @given(
@@ -96,57 +96,57 @@ def test_requests_wait_at_a_starting_worker_when_none_serves() -> None:
 def test_the_chosen_place_is_always_the_best_kind_there_is(
     places: list[tuple[int, bool, bool]], prefer: int | None
 ) -> None:
-    made = slots(
+    made = seats(
         *(load for load, _, _ in places),
         gone=tuple(i for i, (_, gone, _) in enumerate(places) if gone),
         released=tuple(i for i, (_, _, out) in enumerate(places) if out),
     )
 
-    def rank(slot: Seat) -> tuple[bool, bool]:
-        return (slot.released, slot.process is None)
+    def rank(seat: Seat) -> tuple[bool, bool]:
+        return (seat.released, seat.process is None)
 
     chosen = choose(made, prefer)
     if chosen is None:
-        assert all(slot.released for slot in made)
+        assert all(seat.released for seat in made)
         return
     assert not chosen.released
     assert rank(chosen) == min(map(rank, made))
     if chosen.index != prefer:
         assert len(chosen.live) == min(
-            len(slot.live) for slot in made if rank(slot) == rank(chosen)
+            len(seat.live) for seat in made if rank(seat) == rank(chosen)
         )
 
 
 def test_a_place_is_idle_from_the_end_of_its_last_request() -> None:
-    (slot,) = slots(0)
-    born = slot.idle_since_s
+    (seat,) = seats(0)
+    born = seat.idle_since_s
     assert born is not None
-    first, second = add(slot), add(slot)
-    assert slot.idle_since_s is None
-    slot.end(first.request.request_id)
-    assert slot.idle_since_s is None
-    slot.end(second.request.request_id)
-    assert slot.idle_since_s is not None
-    assert slot.idle_since_s >= born
+    first, second = add(seat), add(seat)
+    assert seat.idle_since_s is None
+    seat.end(first.request.request_id)
+    assert seat.idle_since_s is None
+    seat.end(second.request.request_id)
+    assert seat.idle_since_s is not None
+    assert seat.idle_since_s >= born
 
 
 def test_clearing_tells_what_was_sent_from_what_was_not() -> None:
-    (slot,) = slots(0)
-    sent = add(slot)
-    slot.unsent.clear()
-    unsent = add(slot)
-    assert slot.clear() == ([sent], [unsent])
-    assert (slot.live, slot.unsent) == ({}, [])
-    assert slot.idle_since_s is not None
+    (seat,) = seats(0)
+    sent = add(seat)
+    seat.unsent.clear()
+    unsent = add(seat)
+    assert seat.clear() == ([sent], [unsent])
+    assert (seat.live, seat.unsent) == ({}, [])
+    assert seat.idle_since_s is not None
 
 
 async def test_whoever_waits_for_idleness_is_told_once_nothing_has_run_for_long_enough() -> None:
-    (slot,) = slots(1)
-    (request_id,) = slot.live
-    watchers = [asyncio.create_task(slot.idle_for(seconds)) for seconds in (0.05, 0.0)]
+    (seat,) = seats(1)
+    (request_id,) = seat.live
+    watchers = [asyncio.create_task(seat.idle_for(seconds)) for seconds in (0.05, 0.0)]
     await asyncio.sleep(0)
     assert not any(watcher.done() for watcher in watchers)
-    slot.end(request_id)
+    seat.end(request_id)
     ended = time.monotonic()
     await asyncio.wait_for(watchers[1], patient(5))
     await asyncio.wait_for(watchers[0], patient(5))
@@ -154,23 +154,23 @@ async def test_whoever_waits_for_idleness_is_told_once_nothing_has_run_for_long_
 
 
 async def test_a_request_in_between_starts_the_wait_for_idleness_again() -> None:
-    (slot,) = slots(0)
-    watcher = asyncio.create_task(slot.idle_for(0.1))
+    (seat,) = seats(0)
+    watcher = asyncio.create_task(seat.idle_for(0.1))
     await asyncio.sleep(0)
-    generation = add(slot)
-    slot.end(generation.request.request_id)
-    again = slot.idle_since_s
+    generation = add(seat)
+    seat.end(generation.request.request_id)
+    again = seat.idle_since_s
     assert again is not None
     await asyncio.wait_for(watcher, patient(5))
     assert time.monotonic() - again >= 0.095
 
 
 async def test_who_stops_waiting_for_idleness_is_forgotten() -> None:
-    (slot,) = slots(1)
-    watcher = asyncio.create_task(slot.idle_for(1))
+    (seat,) = seats(1)
+    watcher = asyncio.create_task(seat.idle_for(1))
     await asyncio.sleep(0)
     watcher.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watcher
-    slot.clear()
-    await asyncio.wait_for(slot.idle_for(0), patient(5))
+    seat.clear()
+    await asyncio.wait_for(seat.idle_for(0), patient(5))

@@ -13,7 +13,8 @@ import pytest
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local.patience import patient
 from paceline.speculators.kinds import drafter_directory
-from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.engines.embedded.rows import layout_of_settings
 from rollout_gateway.engines.nouns import RowLayout
 

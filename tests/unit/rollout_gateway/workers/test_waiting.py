@@ -1,0 +1,36 @@
+"""Who listens hears of callers that wait for lent workers, and of nobody once the workers are back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from paceline.local.patience import patient
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.held import HeldRequests
+from rollout_gateway.workers.placement import Seat
+from rollout_gateway.workers.waiting import Waiting, WaitingTraffic
+
+AFTER_S = 0.05
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["lent all the time", "back in time"])
+async def test_callers_are_told_of_while_the_worker_that_they_wait_for_is_lent(back: bool) -> None:
+    seats = [Seat(0), Seat(1, released=True)]
+    traffic = WaitingTraffic(seats, HeldRequests(60.0), at_once=1, after_s=AFTER_S)
+    for number in (1, 2, 3):
+        seats[0].add(Generation(pb.EngineRequest(request_id=number), None))
+    traffic.look()
+    seats[1].released = not back  # no request has changed by it
+    told = traffic.news()
+    first = asyncio.ensure_future(anext(told))
+    done, _ = await asyncio.wait({first}, timeout=4 * AFTER_S if back else patient(10))
+    assert bool(done) is not back
+    traffic.stop()
+    if done:
+        assert first.result() == Waiting(2, (1,))
+    else:
+        with pytest.raises(StopAsyncIteration):
+            await first
