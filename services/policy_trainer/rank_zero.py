@@ -7,13 +7,9 @@ this one.
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
@@ -24,16 +20,15 @@ from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
-from paceline.trajectory import tokens_hash
 from policy_trainer.algorithms.base import Algorithm
-from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.batches.batcher import Batch, Batcher, Wanted
+from policy_trainer.batches.batcher import Batcher
+from policy_trainer.batches.collected import Collected, collected_of, count_batch
+from policy_trainer.batches.groups import Wanted
 from policy_trainer.batches.records import RecordFile, StepRecord
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
     MESSAGES,
     Batched,
-    BatchFacts,
     Message,
     Progress,
     Pushed,
@@ -42,24 +37,12 @@ from policy_trainer.messages import (
 )
 from policy_trainer.metrics import (
     CHECKPOINTS_DAMAGED,
-    GROUPS_DROPPED,
     NOT_FINITE,
-    STALENESS,
     VERSIONS_TAKEN,
 )
 from policy_trainer.publish import Publication, make_publication, merged, pull_served, push
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """One step's batch, as tensors and in figures."""
-
-    record: StepRecord
-    tensors: TrainBatch
-    facts: BatchFacts
-    links: tuple[str, ...]  # traceparents of the sessions in it
 
 
 class RankZero:
@@ -93,7 +76,7 @@ class RankZero:
         records = self._records.load()
         missed = [record for record in records if record.step > progress.step]
         _check_replay(progress.policy_version, missed, found)
-        replays = [self._collected(self._batcher.take(record)) for record in missed]
+        replays = [collected_of(self._batcher.take(record), self._algorithm) for record in missed]
         for record in records:
             self._runner.run(self._batcher.settle(record))
             self._runner.run(self._batcher.mark(record))
@@ -210,10 +193,10 @@ class RankZero:
             "policy.read_groups", parent=extract(command.sender.carrier), step=wanted.step
         ) as current:
             batch = await self._batcher.collect(wanted)
-            collected = self._collected(batch)
+            collected = collected_of(batch, self._algorithm)
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
-            _count(batch)
+            count_batch(batch)
             current.set_attribute("trajectories", collected.facts.trajectories)
             current.set_attribute("zero_variance_groups", collected.facts.zero_variance_groups)
             return collected
@@ -244,46 +227,6 @@ class RankZero:
             )
         )
 
-    def _collected(self, batch: Batch) -> Collected:
-        trajectories = batch.trajectories
-        numbers = {
-            group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))
-        }
-        groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
-        rewards = [t.reward or 0.0 for t in trajectories]  # none is unscored, see Batcher
-        # sessions are in the batch whole: they sum to 1 in each
-        weights = [1.0 / t.branch_count for t in trajectories]
-        advantages = self._algorithm.advantages(
-            torch.tensor(rewards, dtype=torch.float32),
-            groups,
-            torch.tensor(weights, dtype=torch.float32),
-        )
-        mean, std = reward_spread(rewards, weights)
-        moving = {
-            t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0
-        }
-        facts = BatchFacts(
-            trajectories=len(trajectories),
-            tokens=sum(len(t.token_ids) for t in trajectories),
-            dropped=batch.record.dropped_groups,
-            staleness={str(lag): count for lag, count in batch.staleness.items()},
-            zero_variance_groups=len(numbers) - len(moving),
-            reward_mean=mean,
-            reward_std=std,
-            batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
-        )
-        return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
-
-
-def _count(batch: Batch) -> None:
-    """What a new batch trains and leaves out, as metrics."""
-    for lag, count in batch.staleness.items():
-        for _ in range(count):
-            STALENESS.record(lag)
-    for reason, groups in batch.record.dropped_groups.items():
-        GROUPS_DROPPED.record(groups, reason=reason)
-        _log.warning("groups_dropped", step=batch.record.step, reason=reason, groups=groups)
-
 
 def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) -> None:
     for fault in found.damaged:
@@ -301,13 +244,3 @@ def _check_replay(version: int, missed: Sequence[StepRecord], found: Resumable) 
             seen=f"policy version {reached}",
             allowed=f"{max(found.newest, version + len(missed))}",
         )
-
-
-def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Mean and population standard deviation of the rewards, each counted by its weight; 0 without
-    rewards.
-    """
-    if not rewards:
-        return 0.0, 0.0
-    mean = statistics.fmean(rewards, weights)
-    return mean, math.sqrt(statistics.fmean([(reward - mean) ** 2 for reward in rewards], weights))

@@ -25,10 +25,11 @@ from paceline.training.checkpoints import (
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero, tensors_from_rank_zero
 from policy_trainer.batches.batch import TrainBatch
+from policy_trainer.batches.collected import Collected
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.messages import Batched, BatchFacts, Progress, Started, Train
-from policy_trainer.rank_zero import Collected, RankZero
+from policy_trainer.rank_zero import RankZero
 
 _PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
 SKIPPED_IN_ROW = 3

@@ -92,53 +92,70 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_history(path: Path) -> RunHistory:
     """The run of a copied journal. Raises DataLoss when it has no entry or one does not decode."""
-    records: dict[int, StepRecord] = {}
-    evaluations: dict[str, dict[int, float]] = {}
-    served: list[VersionSet] = []
-    began_s = ended_s = away_s = 0.0
-    tokens, phase = 0, ""
-    decisions: Counter[str] = Counter()
-    counted: set[str] = set()
-    entries = list(read_entries(path))
+    told, entries = _Told(), list(read_entries(path))
     for entry in entries:
-        at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
-        began_s = began_s or at_s
-        if event == "Resumed":
-            away_s += at_s - ended_s
-        ended_s, phase = at_s, str(entry["phase"])
-        if entry.get("record"):
-            record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
-            records[record.step] = record
-        if event in ("RunStarted", "Committed"):
-            versions = VersionSet(**{name: int(n) for name, n in data["versions"].items()})
-            if served[-1:] != [versions]:
-                served.append(versions)
-        elif event == "EvaluationDone" and data.get("value") is not None:
-            steps, kind, value = int(entry["step"]), str(data["kind"]), float(data["value"])
-            evaluations.setdefault(kind, {})[steps] = value
-            if steps - 1 in records:  # the step it was made after
-                records[steps - 1].evaluations[kind] = value
-        elif event in ("Detached", "GatePromoted", "GateDecided"):
-            if (told := json.dumps([event, data])) in counted:
-                continue  # it came twice
-            counted.add(told)
-            if event == "Detached":
-                tokens += int(data.get("details", {}).get("tokens", 0))
-            else:
-                decisions[str(data.get("decision", "promoted"))] += 1
-
-    if not began_s:
+        told.take(entry)
+    if not told.began_s:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
     return RunHistory(
-        tuple(records[step] for step in sorted(records)),
-        evaluations,
-        tuple(served),
+        tuple(told.records[step] for step in sorted(told.records)),
+        told.evaluations,
+        tuple(told.served),
         tuple(slot_intervals(entries)),
         tuple(step_windows(entries)),
-        began_s,
-        ended_s,
-        away_s,
-        tokens,
-        phase,
-        dict(decisions),
+        told.began_s,
+        told.ended_s,
+        told.away_s,
+        told.drafter_tokens,
+        told.phase,
+        dict(told.decisions),
     )
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the entries up to one have told; the fields are those of RunHistory."""
+
+    records: dict[int, StepRecord] = field(default_factory=dict)  # by step
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    served: list[VersionSet] = field(default_factory=list)
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    away_s: float = 0.0
+    drafter_tokens: int = 0
+    phase: str = ""
+    decisions: Counter[str] = field(default_factory=Counter)
+    _counted: set[str] = field(default_factory=set)  # what may come twice, and has come
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        """The next entry."""
+        at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
+        self.began_s = self.began_s or at_s
+        if event == "Resumed":
+            self.away_s += at_s - self.ended_s
+        self.ended_s, self.phase = at_s, str(entry["phase"])
+        if entry.get("record"):
+            record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
+            self.records[record.step] = record
+        if event in ("RunStarted", "Committed"):
+            versions = VersionSet(**{name: int(n) for name, n in data["versions"].items()})
+            if self.served[-1:] != [versions]:
+                self.served.append(versions)
+        elif event == "EvaluationDone" and data.get("value") is not None:
+            self._evaluated(int(entry["step"]), str(data["kind"]), float(data["value"]))
+        elif event in ("Detached", "GatePromoted", "GateDecided"):
+            self._count(event, data)
+
+    def _evaluated(self, steps: int, kind: str, value: float) -> None:
+        self.evaluations.setdefault(kind, {})[steps] = value
+        if steps - 1 in self.records:  # the step it was made after
+            self.records[steps - 1].evaluations[kind] = value
+
+    def _count(self, event: str, data: Mapping[str, Any]) -> None:
+        if (told := json.dumps([event, data])) in self._counted:
+            return
+        self._counted.add(told)
+        if event == "Detached":
+            self.drafter_tokens += int(data.get("details", {}).get("tokens", 0))
+        else:
+            self.decisions[str(data.get("decision", "promoted"))] += 1

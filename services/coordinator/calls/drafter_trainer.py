@@ -28,35 +28,27 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         message = f"its slots were not released: {error}"
         return events.TrainerFailed(calls.now(), command.epoch, Service.DRAFTER_TRAINER, message)
 
-    deadline_s = command.deadline_s
-    await release(
-        calls,
-        command,
-        command.slots,
-        Holder.DRAFTER,
-        "activation",
-        deadline_s=deadline_s,
-        event_of=kept,
-    )
+    slots, what, deadline_s = command.slots, "activation", command.deadline_s
+    await release(calls, command, slots, Holder.DRAFTER, what, deadline_s=deadline_s, event_of=kept)
     if not _live(calls, command.epoch):
         return  # it ended while the engine was still leaving
     request = drafter_pb2.ActivateRequest(
         context=calls.context(command),
-        slots=command.slots,
-        deadline_s=command.deadline_s,
+        slots=slots,
+        deadline_s=deadline_s,
         versions=versions_to_proto(command.versions),
         max_steps=calls.config.max_drafter_steps,
         round_costs=calls.round_costs,
     )
     with calls.reported(
         Service.DRAFTER_TRAINER,
-        "activation",
+        what,
         command,
-        deadline_s=command.deadline_s,
+        deadline_s=deadline_s,
         event_of=_trainer_failed(calls, command.epoch),
     ):
         call = calls.peers.drafter.Activate(request, timeout=calls.config.step_deadline_s)
-        async with asyncio.timeout(command.deadline_s) as until_activated:
+        async with asyncio.timeout(deadline_s) as until_activated:
             async for name, answer in answers(call, last="detached"):
                 if name == "activated":
                     until_activated.reschedule(None)

@@ -15,8 +15,8 @@ from policy_trainer.algorithms.advantages import group_relative
 from policy_trainer.algorithms.base import TokenBatch
 from policy_trainer.algorithms.corrections import truncated_importance
 from policy_trainer.algorithms.losses import clipped_surrogate, token_entropy, token_logprobs
+from policy_trainer.batches.collected import reward_spread
 from policy_trainer.config import AlgorithmConfig
-from policy_trainer.rank_zero import reward_spread
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.0, 2.0, 5.0]
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -21,7 +21,8 @@ from paceline.errors import DataLoss, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.streams import encode_trajectory
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
-from policy_trainer.batches.batcher import ABANDONED, CONSUMER, GROUP, Batch, Batcher, Wanted
+from policy_trainer.batches.batcher import CONSUMER, GROUP, Batcher
+from policy_trainer.batches.groups import ABANDONED, Batch, Wanted
 from policy_trainer.batches.records import RecordFile, StepRecord
 
 

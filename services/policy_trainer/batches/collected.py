@@ -1,0 +1,81 @@
+"""Turns the groups of a step into what its optimiser step takes, and into figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.telemetry import get_logger
+from paceline.trajectory import tokens_hash
+from policy_trainer.algorithms.base import Algorithm
+from policy_trainer.batches.batch import TrainBatch, make_batch
+from policy_trainer.batches.groups import Batch
+from policy_trainer.batches.records import StepRecord
+from policy_trainer.messages import BatchFacts
+from policy_trainer.metrics import GROUPS_DROPPED, STALENESS
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One step's batch, as tensors and in figures."""
+
+    record: StepRecord
+    tensors: TrainBatch
+    facts: BatchFacts
+    links: tuple[str, ...]  # traceparents of the sessions in it
+
+
+def collected_of(batch: Batch, algorithm: Algorithm) -> Collected:
+    """The batch as tensors, with the advantages of its algorithm."""
+    trajectories = batch.trajectories
+    numbers = {group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
+    groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
+    rewards = [t.reward or 0.0 for t in trajectories]  # none is unscored, see groups.py
+    # sessions are in the batch whole: they sum to 1 in each
+    weights = [1.0 / t.branch_count for t in trajectories]
+    advantages = algorithm.advantages(
+        torch.tensor(rewards, dtype=torch.float32),
+        groups,
+        torch.tensor(weights, dtype=torch.float32),
+    )
+    mean, std = reward_spread(rewards, weights)
+    moving = {
+        t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0
+    }
+    facts = BatchFacts(
+        trajectories=len(trajectories),
+        tokens=sum(len(t.token_ids) for t in trajectories),
+        dropped=batch.record.dropped_groups,
+        staleness={str(lag): count for lag, count in batch.staleness.items()},
+        zero_variance_groups=len(numbers) - len(moving),
+        reward_mean=mean,
+        reward_std=std,
+        batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
+    )
+    return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
+
+
+def count_batch(batch: Batch) -> None:
+    """What a new batch trains and leaves out, as metrics."""
+    for lag, count in batch.staleness.items():
+        for _ in range(count):
+            STALENESS.record(lag)
+    for reason, groups in batch.record.dropped_groups.items():
+        GROUPS_DROPPED.record(groups, reason=reason)
+        _log.warning("groups_dropped", step=batch.record.step, reason=reason, groups=groups)
+
+
+def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Mean and population standard deviation of the rewards, each counted by its weight; 0 without
+    rewards.
+    """
+    if not rewards:
+        return 0.0, 0.0
+    mean = statistics.fmean(rewards, weights)
+    return mean, math.sqrt(statistics.fmean([(reward - mean) ** 2 for reward in rewards], weights))
