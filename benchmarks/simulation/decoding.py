@@ -79,13 +79,6 @@ class SimulatedWorker:
         for *_, response in self._running:
             response.spans.append((version, self._done(response)))
 
-    def begin_again(self, now_s: float, version: int) -> None:
-        """All that runs begins again under a policy version."""
-        self._advance(now_s)
-        responses, self._running = [one[-1] for one in self._running], []
-        for response in responses:
-            self.add(now_s, version, response)
-
     def held_tokens(self, now_s: float) -> int:
         """Tokens whose keys and values the running responses need."""
         self._advance(now_s)

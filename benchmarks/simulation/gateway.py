@@ -86,12 +86,9 @@ class SimulatedGateway:
         site, now_s, mode = self._site, self._site.time.now_s, self._settings.commit_mode
         self._versions = command.versions
         for worker in self._workers:
-            if mode is CommitMode.ABORT:
-                worker.begin_again(now_s, command.versions.policy)
-            else:
-                worker.swap(now_s, command.versions.policy)
-        for worker in held:
-            self._go_on(worker, recompute=mode is CommitMode.RETRACT)
+            worker.swap(now_s, command.versions.policy)
+        for worker in held:  # one that is ended goes on from its tokens
+            self._go_on(worker, recompute=mode is not CommitMode.IN_PLACE)
         site.slots.push((), now_s)
         site.tell(events.Committed(now_s, command.versions))
 

@@ -172,7 +172,7 @@ def test_commit_modes_cost_what_they_compute_again() -> None:
     in_place, retract, abort = (
         run_of(plan, 8, drafter_enabled=False, commit_mode=mode).wall_s for mode in CommitMode
     )
-    assert in_place < retract < abort
+    assert in_place < retract == abort  # an ended request goes on from its tokens
 
 
 def test_requests_share_a_round_and_the_last_one_runs_alone() -> None:

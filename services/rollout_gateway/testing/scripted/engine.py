@@ -20,7 +20,7 @@ from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
+from rollout_gateway.bandits.base import RoundOutcome, Situation
 from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.base import RowSink
 from rollout_gateway.engines.nouns import (
@@ -44,6 +44,7 @@ from rollout_gateway.engines.requests.memory import (
     check_idle,
 )
 from rollout_gateway.engines.requests.versions import PreparedVersions
+from rollout_gateway.testing.scripted.costs import cost_samples, drafts_of, round_cost
 from rollout_gateway.testing.scripted.replies import Script
 from rollout_gateway.testing.scripted.request import ScriptedRun
 from rollout_gateway.testing.scripted.script import (
@@ -153,12 +154,12 @@ class ScriptedEngine:
         rows = [run.sequence for run in batch]
         situation = situation_of(rows, draining=not self._waiting)
         arm, explored = self._choose(batch, situation)
-        cost = self._cost(arm, len(batch))
+        cost = round_cost(self._spec, arm, len(batch))
         self._clock.spend(cost)
         taken = [self._advance(run, arm) for run in batch]
         self._busy_s += cost
         # A script knows a round's seconds as a whole.
-        self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + _drafts(arm)), forward_s=cost)
+        self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + drafts_of(arm)), forward_s=cost)
         if not any(one.request.probe for one in rows):
             self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
         self._release()
@@ -227,11 +228,6 @@ class ScriptedEngine:
         choice = self._bandit.choose(situation)
         return choice.arm, choice.explored
 
-    def _cost(self, arm: str, batch: int) -> float:
-        table = self._spec.costs_s.get(arm, {})
-        sizes = [size for size in table if size <= batch]
-        return table[max(sizes)] if sizes else self._spec.default_cost_s
-
     def _advance(self, run: ScriptedRun, arm: str) -> int:
         """Emit one round's tokens of a request; returns those that the arm accounts for."""
         sequence = run.sequence
@@ -240,8 +236,8 @@ class ScriptedEngine:
         if first:
             sequence.first_token_s = self._clock.now() - sequence.enqueued_s
         # A reply's own pace may exceed what the arm could accept.
-        taken = min(emitted, 1 + _drafts(arm))
-        sequence.count(_drafts(arm), taken, trained=speculator_of(arm) not in ("", "ngram"))
+        taken = min(emitted, 1 + drafts_of(arm))
+        sequence.count(drafts_of(arm), taken, trained=speculator_of(arm) not in ("", "ngram"))
         self._tokens += 0 if sequence.request.probe else emitted
         self._write_rows(run)
         return taken
@@ -269,23 +265,6 @@ class ScriptedEngine:
         rows = scripted_rows(tokens, positions, self._spec.hidden_size, self._spec.features_dtype)
         ids = np.full(len(tokens), run.request.request_id, dtype=np.uint64)
         self._sink.write(ids, positions, tokens, self.versions.policy, rows)
-
-
-def _drafts(arm: str) -> int:
-    """Drafts per row of `<speculator>:<steps>_<topk>_<draft tokens>`, whose first node is the last
-    known token.
-    """
-    return 0 if arm == OFF else int(arm.rpartition("_")[2]) - 1
-
-
-def cost_samples(spec: ScriptedSpec) -> list[CostSample]:
-    """The script's cost table as what an engine measures at its start; it knows no context."""
-    return [
-        CostSample(arm, batch, 1, seconds)
-        for arm, sizes in spec.costs_s.items()
-        if arm in spec.arms
-        for batch, seconds in sizes.items()
-    ]
 
 
 def scripted_memory(spec: ScriptedSpec) -> EngineMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import pytest
@@ -43,10 +43,11 @@ class Deaf:
 
 
 @pytest.fixture
-async def deaf(monkeypatch: pytest.MonkeyPatch) -> Deaf:
+async def deaf(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deaf]:
     found = Deaf()
     monkeypatch.setitem(CALLS, commands.AwaitService, found.call)
-    return found
+    yield found
+    found.let_go.set()
 
 
 @pytest.fixture
