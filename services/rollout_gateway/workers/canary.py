@@ -138,7 +138,7 @@ class Canary:
                 await _replace(process)
                 raise
             finally:
-                if not process.lost.done():  # else its requests begin again
+                if not process.lost.done():  # else its requests go on elsewhere
                     self._router.probes.give_out(seat)
         return failed
 
