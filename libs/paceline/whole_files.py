@@ -7,6 +7,9 @@ from pathlib import Path
 
 from paceline.errors import ResourceExhausted
 
+TEMPORARY = ".tmp-"
+"""Begin of the names of synced files and directories that are not whole yet."""
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that its owner alone can read; a kill leaves the old content or the new. Makes
@@ -34,6 +37,16 @@ def write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, content: bytes) -> None:
+    """Replace a file; on the disk under its name when this returns. A kill or a loss of power
+    leaves the old content or the new.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    write_synced(temporary, content)
+    temporary.replace(path)
+    sync_path(path.parent)
 
 
 def sync_path(path: Path) -> None:

@@ -16,11 +16,9 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.weights.metrics import VERSIONS_DAMAGED
-from paceline.whole_files import sync_path, write_synced
+from paceline.whole_files import replace_synced
 
 FILE = "versions.json"
-TEMPORARY = ".tmp-"
-"""Begin of the names of what is not whole yet."""
 
 Part = tuple[int, int]
 """(target, version)."""
@@ -76,10 +74,7 @@ class CommittedSets:
         described: dict[str, Any] = {"sets": listed, "sha256": _hash_of(listed, former_drafter)}
         if former_drafter is not None:
             described["former_drafter"] = former_drafter
-        temporary = self._file.with_name(f"{TEMPORARY}{FILE}")
-        write_synced(temporary, json.dumps(described).encode())
-        temporary.rename(self._file)
-        sync_path(self._file.parent)
+        replace_synced(self._file, json.dumps(described).encode())
 
     def _read(self) -> list[VersionSet]:
         if not self._file.is_file():

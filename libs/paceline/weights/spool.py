@@ -21,7 +21,7 @@ from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted,
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.committed_sets import TEMPORARY, CommittedSets, Part, named, part_version
+from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.integrity import (
     CONFIG_FILE,
     MANIFEST,
@@ -39,7 +39,7 @@ from paceline.weights.manifest import (
     target_name,
 )
 from paceline.weights.metrics import VERSIONS_DAMAGED
-from paceline.whole_files import sync_path, write_synced
+from paceline.whole_files import TEMPORARY, sync_path, write_synced
 
 _log = get_logger(__name__)
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")

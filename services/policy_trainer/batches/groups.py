@@ -86,7 +86,7 @@ def _order(held: HeldTrajectory) -> tuple[int, str, int, str, int, str]:
 
 
 @dataclass(slots=True)
-class Session:
+class _Session:
     """The branches of one session that are here."""
 
     branches: list[HeldTrajectory] = field(default_factory=list)
@@ -155,7 +155,7 @@ class _Closing:
     dropped: dict[str, tuple[str, str]] = field(default_factory=dict)
     groups: Counter[str] = field(default_factory=Counter)
 
-    def take(self, sessions: Sequence[Session], size: int) -> None:
+    def take(self, sessions: Sequence[_Session], size: int) -> None:
         """Trains the usable sessions of a group if there are at least two and no token of the group
         is stale; else the group is dropped under a reason.
 
@@ -167,7 +167,7 @@ class _Closing:
                 self._drop(session, session.refusal() or "stale")
             self.groups["stale"] += 1
             return
-        usable: list[Session] = []
+        usable: list[_Session] = []
         reason = "too_few_siblings" if sessions or size else "unscored"
         for session in sessions:
             if refused := session.refusal():
@@ -187,18 +187,18 @@ class _Closing:
         for session in usable:
             self._drop(session, "too_few_siblings")
 
-    def give_up(self, draws: dict[tuple[str, int], list[Session]], asked: Container[str]) -> None:
+    def give_up(self, draws: dict[tuple[str, int], list[_Session]], asked: Container[str]) -> None:
         """Drops whole groups that nobody has asked for and that are long stale."""
         for (group, _), sessions in draws.items():
             if group not in asked and self._lag(sessions) > self.max_staleness + ABANDONED:
                 for session in sessions:
                     self._drop(session, "stale")
 
-    def _drop(self, session: Session, reason: str) -> None:
+    def _drop(self, session: _Session, reason: str) -> None:
         for held in session.branches:
             self.dropped[held.entry_id] = (str(held.trajectory.key), reason)
 
-    def _lag(self, sessions: Sequence[Session]) -> int:
+    def _lag(self, sessions: Sequence[_Session]) -> int:
         """Policy versions between the oldest token of the sessions and the weights trained; 0
         without tokens.
         """
@@ -206,12 +206,12 @@ class _Closing:
         return max(lags, default=0)
 
 
-def _sessions(wanted: Wanted, here: Iterable[HeldTrajectory]) -> dict[str, list[Session]]:
+def _sessions(wanted: Wanted, here: Iterable[HeldTrajectory]) -> dict[str, list[_Session]]:
     """Sessions of each wanted group, complete or not. Of a group name that agents used again those
     of its newest draw count.
     """
     names = dict.fromkeys(group for group, _ in wanted.groups)
-    found: dict[str, list[Session]] = {group: [] for group in names}
+    found: dict[str, list[_Session]] = {group: [] for group in names}
     for (group, _), sessions in sorted(_draws(here, names).items()):
         found[group] = sessions
     return found
@@ -219,12 +219,12 @@ def _sessions(wanted: Wanted, here: Iterable[HeldTrajectory]) -> dict[str, list[
 
 def _draws(
     here: Iterable[HeldTrajectory], names: Container[str] | None = None
-) -> dict[tuple[str, int], list[Session]]:
+) -> dict[tuple[str, int], list[_Session]]:
     """Sessions by group (None: of all groups) and the step that drew them."""
-    found: dict[tuple[str, int], dict[str, Session]] = {}
+    found: dict[tuple[str, int], dict[str, _Session]] = {}
     for held in here:
         one = held.trajectory
         if names is None or one.group_id in names:
             sessions = found.setdefault((one.group_id, one.step), {})
-            sessions.setdefault(one.key.session_id, Session()).branches.append(held)
+            sessions.setdefault(one.key.session_id, _Session()).branches.append(held)
     return {draw: list(sessions.values()) for draw, sessions in found.items()}

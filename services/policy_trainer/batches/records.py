@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
+from paceline.whole_files import replace_synced
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,9 @@ class RecordFile:
         self._write([r for r in self.load() if r.step > through_step])
 
     def _write(self, records: list[StepRecord]) -> None:
-        fresh = self._path.with_suffix(".tmp")
-        with fresh.open("w") as file:
-            for record in map(to_object, records):
-                file.write(json.dumps({"sha256": _hash_of(record), "record": record}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
+        lines = [{"sha256": _hash_of(one), "record": one} for one in map(to_object, records)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        replace_synced(self._path, text.encode())
 
 
 def _hash_of(record: Any) -> str:

@@ -476,3 +476,18 @@ def test_records_leave_with_their_checkpoint_and_no_flipped_byte_goes_unseen(
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(DataLoss, match=r"records\.jsonl line \d is damaged"):
             records.load()
+
+
+def test_an_appended_record_is_on_the_disk_and_so_is_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, list[str]]] = []
+
+    def note(handle: int) -> None:
+        there = sorted(path.name for path in tmp_path.iterdir())
+        synced.append((Path(f"/proc/self/fd/{handle}").readlink().name, there))
+
+    monkeypatch.setattr("os.fsync", note)
+    RecordFile(tmp_path / "records.jsonl").append(record(1))
+    half = ".tmp-records.jsonl"
+    assert synced == [(half, [half]), (tmp_path.name, ["records.jsonl"])]
