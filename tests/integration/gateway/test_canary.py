@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from integration.gateway.test_gateway_weights import CONTEXT, commit, lease, push, worker_versions
+from integration.gateway.commands import (
+    commit,
+    lease,
+    push,
+    release,
+    resume,
+    until_serving,
+    worker_versions,
+    workers,
+)
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
@@ -30,18 +39,6 @@ ARM = "eagle:3_1_4"
 PACED = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
 SLOW = {**PACED, "default_cost_s": 0.3}
 Order = list[tuple[str, int, str]]
-
-
-async def workers(served: Any) -> Any:
-    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
-    return status.workers
-
-
-async def until(served: Any, versions: list[tuple[int, int]]) -> None:
-    """Returns when all workers are there and serve these."""
-    async with asyncio.timeout(patient(20)):
-        while await worker_versions(served) != versions:
-            pass
 
 
 async def tokens(served: Any, seed: int, max_tokens: int) -> tuple[list[int], set[int]]:
@@ -77,7 +74,7 @@ async def test_a_policy_without_finite_log_probs_is_refused_and_serves_nobody(
             assert answer == (before, {0})
         with pytest.raises(WeightsError, match="finite log-probs"):  # by the only one left, perhaps
             await commit(served, VersionSet(2, 1, 0))
-        await until(served, [(0, 0), (0, 0)])
+        await until_serving(served, [(0, 0), (0, 0)])
         await push(served, POLICY, 2)
         await commit(served, VersionSet(3, 2, 0))
         assert await worker_versions(served) == [(2, 0), (2, 0)]
@@ -93,7 +90,7 @@ async def push_demo_policy(served: Any, version: int, norm: float | None = None)
             "model.norm.weight", np.full(size, norm, dtype=np.float32)
         )
     manifest = build_manifest(POLICY, version, list(found.values()), lm_head_hash=f"{version:016x}")
-    await push_weights(served.channel, manifest, list(found.values()), CONTEXT)
+    await push_weights(served.channel, manifest, list(found.values()), lease(served))
 
 
 async def test_finite_weights_whose_log_probs_are_none_are_refused_and_whole_ones_taken(
@@ -111,7 +108,7 @@ async def test_finite_weights_whose_log_probs_are_none_are_refused_and_whole_one
         with pytest.raises(WeightsError, match="finite log-probs"):
             await commit(served, VersionSet(2, 3, 0))
         assert await tokens(served, 1, 16) == (before, {2})
-        await until(served, [(2, 0), (2, 0)])
+        await until_serving(served, [(2, 0), (2, 0)])
 
 
 async def test_requests_on_the_canary_go_on_under_a_set_that_passes(
@@ -136,7 +133,7 @@ async def test_a_drafter_whose_drafts_are_hardly_accepted_is_refused(
         await push(served, DRAFTER, 1)
         with pytest.raises(WeightsError, match=r"p0.d1\): acceptance; seen: 0.000 .*>= 0.3"):
             await commit(served, VersionSet(1, 0, 1))
-        await until(served, [(0, 0), (0, 0)])
+        await until_serving(served, [(0, 0), (0, 0)])
         await push(served, DRAFTER, 2)
         await commit(served, VersionSet(2, 0, 2))
         assert await worker_versions(served) == [(0, 2), (0, 2)]
@@ -224,7 +221,7 @@ async def test_a_worker_that_dies_as_canary_leaves_the_verdict_to_another(
         second = await probed(served, lambda worker: worker.pid != first.pid)
         assert second.worker_index != first.worker_index
         await committing
-        await until(served, [(1, 0), (1, 0)])
+        await until_serving(served, [(1, 0), (1, 0)])
 
 
 async def test_a_set_that_every_worker_dies_of_is_refused(
@@ -240,27 +237,23 @@ async def test_a_set_that_every_worker_dies_of_is_refused(
         os.kill(other.pid, signal.SIGKILL)
         with pytest.raises(WeightsError, match="every engine worker that tried set 1 was lost"):
             await committing
-        await until(served, [(0, 0), (0, 0)])
+        await until_serving(served, [(0, 0), (0, 0)])
 
 
 async def test_a_lent_worker_has_its_memory_for_the_probe_alone(
     serve_gateway: Any, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script |= {"nan_policies": [1]}
-    newer = lease(2)
     async with serve_gateway(**TWO) as served:
-        everyone = rpb.ReleaseWorkersRequest(context=newer, workers=[0, 1])
-        await served.stub.ReleaseWorkers(everyone, timeout=patient(20))
+        await release(served, 2, 0, 1)
         await push(served, POLICY, 1)
         with pytest.raises(WeightsError, match="finite log-probs"):
             await commit(served, VersionSet(1, 1, 0))
-        await until(served, [(0, 0), (0, 0)])
+        await until_serving(served, [(0, 0), (0, 0)])
         await push(served, POLICY, 2)
         order = note_commands(monkeypatch)
-        await commit(served, VersionSet(2, 2, 0), context=CONTEXT)
+        await commit(served, VersionSet(2, 2, 0))
         asked = [what for when, _, what in order if when == "sent"]
         assert asked[:4] == ["resume_memory", "commit_weights", "enqueue", "release_memory"]
         assert asked[4] == "commit_weights"
-        back = rpb.ResumeWorkersRequest(context=lease(3))
-        answer = await served.stub.ResumeWorkers(back, timeout=patient(20))
-        assert (list(answer.workers), answer.versions.policy) == ([0, 1], 2)
+        assert await resume(served, 3) == ([0, 1], 2)

@@ -9,43 +9,26 @@ import os
 import signal
 from typing import Any
 
-import numpy as np
 import pytest
+from integration.gateway.commands import (
+    commit,
+    lease,
+    push,
+    release,
+    resume,
+    until_serving,
+    worker_versions,
+    workers,
+)
 from integration.gateway.http_agent import loads
 
 from paceline.errors import InvalidInput, StaleEpoch, WeightsError
 from paceline.local.patience import patient
-from paceline.rpc import rpc_errors
-from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from paceline.weights import abort_version, build_manifest, commit_versions, push_weights
-
-CONTEXT = tpb.CommandContext(run_id="local", step=1, epoch=1)
-
-
-async def push(served: Any, target: int, version: int) -> None:
-    tensors = [from_numpy("model.norm.weight", np.full(8, version, dtype=np.float32))]
-    manifest = build_manifest(target, version, tensors, lm_head_hash=f"{version:016x}")
-    await push_weights(served.channel, manifest, tensors, CONTEXT)
-
-
-async def commit(
-    served: Any,
-    versions: VersionSet,
-    mode: int = pb.PAUSE_MODE_IN_PLACE,
-    context: tpb.CommandContext = CONTEXT,
-) -> None:
-    await commit_versions(served.channel, context, versions, mode)
-
-
-async def worker_versions(served: Any) -> list[tuple[int, int]]:
-    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
-    return [
-        (w.health.versions.policy, w.health.versions.drafter) for w in status.workers if w.ready
-    ]
+from paceline.weights import abort_version
 
 
 async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
@@ -76,17 +59,11 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
         await push(served, pb.WEIGHT_TARGET_POLICY, 3)
         await push(served, pb.WEIGHT_TARGET_DRAFTER, 2)
         await commit(served, VersionSet(1, 3, 2))
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
-        os.kill(status.workers[0].pid, signal.SIGKILL)
+        os.kill((await workers(served))[0].pid, signal.SIGKILL)
         async with asyncio.timeout(patient(20)):
-            while (
-                (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5)))
-                .workers[0]
-                .ready
-            ):
+            while (await workers(served))[0].ready:
                 pass
-            while await worker_versions(served) != [(3, 2), (3, 2)]:
-                pass
+        await until_serving(served, [(3, 2), (3, 2)])
     async with serve_gateway(engine={"workers": 2}) as served:
         assert await worker_versions(served) == [(3, 2), (3, 2)]
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
@@ -96,14 +73,13 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
 async def test_a_commit_of_an_old_lease_is_refused_by_a_restarted_gateway_too(
     serve_gateway: Any,
 ) -> None:
-    newer = tpb.CommandContext(run_id="local", step=1, epoch=6)
     async with serve_gateway() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
-        await commit(served, VersionSet(1, 1, 0), context=newer)
+        await commit(served, VersionSet(1, 1, 0), epoch=6)
     async with serve_gateway() as served:
         with pytest.raises(StaleEpoch, match="seen: 1; allowed: at least 6"):
             await commit(served, VersionSet(2, 1, 0))
-        await commit(served, VersionSet(2, 1, 0), context=newer)
+        await commit(served, VersionSet(2, 1, 0), epoch=6)
 
 
 async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_refused(
@@ -125,7 +101,7 @@ async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_
 async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> None:
     async with serve_gateway() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
-        await abort_version(served.channel, CONTEXT, pb.WEIGHT_TARGET_POLICY, 1)
+        await abort_version(served.channel, lease(served), pb.WEIGHT_TARGET_POLICY, 1)
         with pytest.raises(WeightsError):
             await commit(served, VersionSet(1, 1, 0))
 
@@ -174,64 +150,50 @@ async def test_a_pause_mode_that_does_not_exist_is_refused(serve_gateway: Any) -
             await commit(served, VersionSet(1, 1, 0), 9)
 
 
-def lease(epoch: int) -> tpb.CommandContext:
-    return tpb.CommandContext(run_id="local", step=1, epoch=epoch)
+def asked(served: Any) -> dict[str, Any]:
+    return {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
 
 
 async def test_workers_that_are_lent_answer_nobody_and_come_back_with_what_was_committed(
     serve_gateway: Any,
 ) -> None:
     async with serve_gateway(engine={"workers": 2}) as served:
-        stub, patience = served.stub, patient(20)
-        released = rpb.ReleaseWorkersRequest(context=lease(3), workers=[0, 1])
-        freed = (await stub.ReleaseWorkers(released, timeout=patience)).released_bytes
+        freed = await release(served, 3, 0, 1)
         assert set(freed) == {0, 1}
         assert min(freed.values()) > 0
-        asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
-        waiting = asyncio.create_task(served.http.post("/v1/completions", json=asked))
+        waiting = asyncio.create_task(served.http.post("/v1/completions", json=asked(served)))
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         await commit(served, VersionSet(1, 1, 0))
         assert not waiting.done()
-        stale = rpb.ResumeWorkersRequest(context=lease(2))
-        with pytest.raises(StaleEpoch, match="newer lease"), rpc_errors():
-            await stub.ResumeWorkers(stale, timeout=patience)
+        with pytest.raises(StaleEpoch, match="newer lease"):
+            await resume(served, 2)
         assert not waiting.done()
-        with rpc_errors():
-            resumed = rpb.ResumeWorkersRequest(context=lease(4))
-            back = await stub.ResumeWorkers(resumed, timeout=patience)
-        assert (list(back.workers), back.versions.policy) == ([0, 1], 1)
+        assert await resume(served, 4) == ([0, 1], 1)
         assert await worker_versions(served) == [(1, 0), (1, 0)]
-        answer = await asyncio.wait_for(waiting, patience)
+        answer = await asyncio.wait_for(waiting, patient(20))
         assert answer.status_code == 200, answer.text
-        with pytest.raises(StaleEpoch), rpc_errors():
-            await stub.ReleaseWorkers(released, timeout=patience)
-        unknown = rpb.ReleaseWorkersRequest(context=lease(5), workers=[2])
-        with pytest.raises(InvalidInput, match=r"no such worker; seen: 2"), rpc_errors():
-            await stub.ReleaseWorkers(unknown, timeout=patience)
+        with pytest.raises(StaleEpoch):
+            await release(served, 3, 0, 1)
+        with pytest.raises(InvalidInput, match=r"no such worker; seen: 2"):
+            await release(served, 5, 2)
 
 
 async def test_a_restarted_gateway_leaves_lent_slots_to_their_holders(serve_gateway: Any) -> None:
     async with serve_gateway() as served:
-        released = rpb.ReleaseWorkersRequest(context=lease(1), workers=[0])
-        await served.stub.ReleaseWorkers(released, timeout=patient(20))
+        await release(served, 1, 0)
     async with serve_gateway(queue={"wait_s": 0.1}) as served:
-        asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
-        assert (await served.http.post("/v1/completions", json=asked)).status_code == 503
-        resumed = rpb.ResumeWorkersRequest(context=lease(2))
-        back = await served.stub.ResumeWorkers(resumed, timeout=patient(20))
-        assert list(back.workers) == [0]
-        assert (await served.http.post("/v1/completions", json=asked)).status_code == 200
+        assert (await served.http.post("/v1/completions", json=asked(served))).status_code == 503
+        assert await resume(served, 2) == ([0], 0)
+        assert (await served.http.post("/v1/completions", json=asked(served))).status_code == 200
     async with serve_gateway() as served:
-        assert (await served.http.post("/v1/completions", json=asked)).status_code == 200
+        assert (await served.http.post("/v1/completions", json=asked(served))).status_code == 200
 
 
 async def test_a_request_that_waits_too_long_for_lent_workers_is_told_why(
     serve_gateway: Any,
 ) -> None:
     async with serve_gateway(queue={"wait_s": 0.1}) as served:
-        released = rpb.ReleaseWorkersRequest(context=lease(1), workers=[0])
-        await served.stub.ReleaseWorkers(released, timeout=patient(20))
-        asked = {"model": served.config.model_dir.name, "prompt": "1+1=", "max_tokens": 8}
-        answer = await served.http.post("/v1/completions", json=asked)
+        await release(served, 1, 0)
+        answer = await served.http.post("/v1/completions", json=asked(served))
         assert answer.status_code == 503
         assert "slots are lent to a trainer; waited 0.1 s" in answer.text

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import redis.asyncio
+from integration.gateway.commands import commit, lease, push, release, resume, workers
 from integration.gateway.http_agent import SLOW, until_running
-from integration.gateway.test_gateway_weights import commit
 from integration.gateway.test_open_traffic import redis_keys, stream_of
 
 from paceline.errors import InvalidInput
 from paceline.local.patience import patient
 from paceline.rpc import rpc_errors
-from paceline.tensors import decode_safetensors, from_numpy
+from paceline.tensors import decode_safetensors
 from paceline.trajectory import Trajectory, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
@@ -27,10 +27,6 @@ from paceline.weights import build_manifest, push_weights
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 SAMPLES, TOKENS = 4, 120
-
-
-def context(served: Any, epoch: int) -> tpb.CommandContext:
-    return tpb.CommandContext(run_id=served.config.run.id, step=0, epoch=epoch)
 
 
 def rollout(served: Any, tokens: int = TOKENS, step: int = 0) -> rpb.RunTasksRequest:
@@ -44,25 +40,6 @@ async def finished(served: Any, request: rpb.RunTasksRequest) -> list[rpb.RunTas
         return [news async for news in served.stub.RunTasks(request, timeout=patient(60))]
 
 
-async def release(served: Any, epoch: int, **options: Any) -> None:
-    asked = rpb.ReleaseWorkersRequest(context=context(served, epoch), workers=[0, 1], **options)
-    with rpc_errors():
-        await served.stub.ReleaseWorkers(asked, timeout=patient(30))
-
-
-async def resume(served: Any, epoch: int) -> None:
-    with rpc_errors():
-        asked = rpb.ResumeWorkersRequest(context=context(served, epoch))
-        await served.stub.ResumeWorkers(asked, timeout=patient(30))
-
-
-async def push(served: Any, version: int, epoch: int) -> None:
-    """A policy version for the scripted engine."""
-    tensors = [from_numpy("model.norm.weight", np.full(8, version, dtype=np.float32))]
-    manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, version, tensors)
-    await push_weights(served.channel, manifest, tensors, context(served, epoch))
-
-
 async def until_tokens(served: Any, run: asyncio.Task[Any], count: int) -> None:
     """Waits until the engines have drawn so many, in the middle of the run."""
     async with asyncio.timeout(patient(20)):
@@ -71,8 +48,7 @@ async def until_tokens(served: Any, run: asyncio.Task[Any], count: int) -> None:
 
 
 async def tokens_so_far(served: Any) -> int:
-    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
-    return sum(worker.health.tokens_emitted for worker in status.workers)
+    return sum(worker.health.tokens_emitted for worker in await workers(served))
 
 
 def spans(one: Trajectory) -> list[tuple[int, int]]:
@@ -97,10 +73,10 @@ async def test_a_commit_in_the_middle_of_a_rollout_leaves_whole_samples_in_every
     script |= SLOW
     keys = redis_keys(redis_url, run_id)
     async with serve_gateway(engine={"workers": 2}, **keys) as served:
-        await push(served, 1, 1)
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, 5 * SAMPLES)
-        await commit(served, VersionSet(1, 1, 0), mode, context(served, 1))
+        await commit(served, VersionSet(1, 1, 0), mode)
         news = await run
         found = await stream_of(redis_client, run_id, SAMPLES)
         emitted = await tokens_so_far(served)
@@ -130,10 +106,10 @@ async def test_a_rollout_that_a_lease_suspends_goes_on_under_the_set_that_serves
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, 5 * SAMPLES)
         for number in (1, 2):
-            await asyncio.wait_for(release(served, 2 * number, drain_s=0.0), patient(4))
+            await asyncio.wait_for(release(served, 2 * number, 0, 1, drain_s=0.0), patient(4))
             kept = await tokens_so_far(served)
-            await push(served, number, 2 * number)
-            await commit(served, VersionSet(number, number, 0), context=context(served, 2 * number))
+            await push(served, pb.WEIGHT_TARGET_POLICY, number, 2 * number)
+            await commit(served, VersionSet(number, number, 0), epoch=2 * number)
             await asyncio.sleep(0.2)  # longer than queue.wait_s
             assert (await tokens_so_far(served), run.done()) == (kept, False)
             await resume(served, 2 * number + 1)
@@ -154,11 +130,11 @@ async def test_requests_have_the_time_to_end_that_the_lease_gives_them(
     async with serve_gateway(engine={"workers": 2}) as served:
         run = asyncio.create_task(finished(served, rollout(served, tokens=40)))
         await until_running(served, SAMPLES)
-        await release(served, 2, drain_s=patient(20))
+        await release(served, 2, 0, 1, drain_s=patient(20))
         assert len([one for one in await run if one.HasField("sample")]) == SAMPLES
         for wrong in (-1.0, float("nan"), 1e9):
             with pytest.raises(InvalidInput, match="drain_s"):
-                await release(served, 3, drain_s=wrong)
+                await release(served, 3, 0, 1, drain_s=wrong)
 
 
 async def test_the_embedded_engine_goes_on_exactly_after_a_lease_and_a_new_policy(
@@ -173,11 +149,11 @@ async def test_the_embedded_engine_goes_on_exactly_after_a_lease_and_a_new_polic
         expected = hashes(await finished(served, undisturbed))
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, SAMPLES * TOKENS + 5 * SAMPLES)
-        await release(served, 2, drain_s=0.0)
+        await release(served, 2, 0, 1, drain_s=0.0)
         # the same numbers under another name: tokens stay as they are, and their version does not
         manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors)
-        await push_weights(served.channel, manifest, tensors, context(served, 2))
-        await commit(served, VersionSet(1, 1, 0), context=context(served, 2))
+        await push_weights(served.channel, manifest, tensors, lease(served, 2))
+        await commit(served, VersionSet(1, 1, 0), epoch=2)
         await resume(served, 3)
         again = hashes(await run)
         found = await stream_of(redis_client, run_id, SAMPLES)

@@ -10,31 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
+from integration.gateway.commands import release, resume
 from integration.gateway.conftest import Served
 
 from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 
 PATIENCE_S = patient(20)
 SOON = {"reclaim_after_s": 0.2}
 SLOW = {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
-
-
-def lease(epoch: int) -> tpb.CommandContext:
-    return tpb.CommandContext(run_id="local", step=1, epoch=epoch)
-
-
-async def release(served: Served, epoch: int, *workers: int, outlasts_s: float = 0.0) -> None:
-    request = rpb.ReleaseWorkersRequest(
-        context=lease(epoch), workers=workers, outlasts_s=outlasts_s
-    )
-    await served.stub.ReleaseWorkers(request, timeout=PATIENCE_S)
-
-
-async def resume(served: Served, epoch: int) -> list[int]:
-    request = rpb.ResumeWorkersRequest(context=lease(epoch))
-    return list((await served.stub.ResumeWorkers(request, timeout=PATIENCE_S)).workers)
 
 
 @asynccontextmanager
@@ -69,7 +53,7 @@ async def test_callers_that_wait_for_lent_workers_are_told_of_and_served_once_th
             async with listening(served) as late:
                 assert await late.read() == told, "who listens later is told as well"
             assert not waits.done()
-            assert await resume(served, 4) == [0, 1]
+            assert await resume(served, 4) == ([0, 1], 0)
             await answered(waits)
 
 
@@ -100,7 +84,7 @@ async def test_more_than_the_serving_workers_take_at_once_is_told_of(
             told = await news.read()
             assert (told.epoch, list(told.workers)) == (3, [1])
             assert 1 <= told.requests <= 2
-            assert await resume(served, 4) == [1]
+            assert await resume(served, 4) == ([1], 0)
             for request in requests:
                 await answered(request)
 

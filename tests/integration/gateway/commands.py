@@ -1,0 +1,71 @@
+"""What a coordinator asks of a gateway under test, under leases of rising epochs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from paceline.local.patience import patient
+from paceline.rpc import rpc_errors
+from paceline.tensors import from_numpy
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import build_manifest, commit_versions, push_weights
+
+
+def lease(served: Any, epoch: int = 1) -> tpb.CommandContext:
+    return tpb.CommandContext(run_id=served.config.run.id, step=1, epoch=epoch)
+
+
+async def push(served: Any, target: int, version: int, epoch: int = 1) -> None:
+    """A version for the scripted engine."""
+    tensors = [from_numpy("model.norm.weight", np.full(8, version, dtype=np.float32))]
+    manifest = build_manifest(target, version, tensors, lm_head_hash=f"{version:016x}")
+    await push_weights(served.channel, manifest, tensors, lease(served, epoch))
+
+
+async def commit(
+    served: Any, versions: VersionSet, mode: int = pb.PAUSE_MODE_IN_PLACE, epoch: int = 1
+) -> None:
+    await commit_versions(served.channel, lease(served, epoch), versions, mode)
+
+
+async def release(served: Any, epoch: int, *workers: int, **options: Any) -> dict[int, int]:
+    """Bytes that each worker has given up."""
+    asked = rpb.ReleaseWorkersRequest(context=lease(served, epoch), workers=workers, **options)
+    with rpc_errors():
+        answer = await served.stub.ReleaseWorkers(asked, timeout=patient(30))
+    return dict(answer.released_bytes)
+
+
+async def resume(served: Any, epoch: int) -> tuple[list[int], int]:
+    """Workers that serve again, and the policy version they serve."""
+    asked = rpb.ResumeWorkersRequest(context=lease(served, epoch))
+    with rpc_errors():
+        answer = await served.stub.ResumeWorkers(asked, timeout=patient(30))
+    return list(answer.workers), answer.versions.policy
+
+
+async def workers(served: Any) -> Any:
+    """As the gateway's status tells of them."""
+    return (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers
+
+
+async def worker_versions(served: Any) -> list[tuple[int, int]]:
+    """(policy, drafter) of the workers that are there."""
+    return [
+        (worker.health.versions.policy, worker.health.versions.drafter)
+        for worker in await workers(served)
+        if worker.ready
+    ]
+
+
+async def until_serving(served: Any, versions: list[tuple[int, int]]) -> None:
+    """Returns when all workers are there and serve these."""
+    async with asyncio.timeout(patient(20)):
+        while await worker_versions(served) != versions:
+            pass
