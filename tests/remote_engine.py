@@ -86,14 +86,21 @@ class WorkerClient:
         self.engines = 0  # RemoteEngines so far
         self.chunks: list[Chunk] = []
         self.rows: Any = None  # where rows go: a RowSink or None
-        event = self._next(ready_s)
-        if event.HasField("failed"):
-            raise RuntimeError(f"{event.failed.reason}: {event.failed.message}")
-        self.ready = event.ready
+        try:
+            self.ready = self._ready(ready_s)
+        except BaseException:
+            self.close()  # an open socket would keep the interpreter from its end
+            raise
 
     def log(self) -> str:
         """What the process printed, its end."""
         return self.log_path.read_text(errors="replace")[-4000:]
+
+    def _ready(self, deadline_s: float) -> pb.WorkerReady:
+        event = self._next(deadline_s)
+        if event.HasField("failed"):
+            raise RuntimeError(f"{event.failed.reason}: {event.failed.message}")
+        return event.ready
 
     def _next(self, deadline_s: float) -> pb.WorkerEvent:
         until = time.monotonic() + deadline_s
