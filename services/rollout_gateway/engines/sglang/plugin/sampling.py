@@ -224,27 +224,20 @@ def verify_hook(
         grammar_mask.apply(logits)
     positions = verify_input.positions.long()
     candidates = verify_input.draft_token.view(size, nodes).long()
-    parents = parents_of(
-        verify_input.retrieve_next_token.view(size, nodes),
-        verify_input.retrieve_next_sibling.view(size, nodes),
-    )
+    lists = (verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
+    parents = parents_of(*(part.view(size, nodes) for part in lists))
     drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, candidates, parents)
-    accepted = accepted_path(
-        drawn.tokens.view(size, nodes), candidates, parents, verify_input.max_tree_depth
-    )
-    predict, lengths, index = as_sglang(drawn.tokens, accepted, nodes)
-    if plugin.tp_group is not None:
-        for part in (
-            predict,
-            lengths,
-            index,
-        ):  # ranks must take the same path even if a near-tie rounds differently
+    taken = drawn.tokens.view(size, nodes)
+    accepted = accepted_path(taken, candidates, parents, verify_input.max_tree_depth)
+    outcome = as_sglang(drawn.tokens, accepted, nodes)
+    if plugin.tp_group is not None:  # a near-tie may round differently on another rank
+        for part in outcome:
             plugin.tp_group.broadcast(part, src=0)
 
     first = positions.view(size, nodes)[:, 0] + 1
     plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.versions.policy))
-    plugin.verified(verify_input, batch, logits_output, predict, lengths, index)
-    return predict, lengths, index
+    plugin.verified(verify_input, batch, logits_output, *outcome)
+    return outcome
 
 
 def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
