@@ -40,24 +40,15 @@ SETTINGS = {
 }
 """Settings, and faults of a run at most."""
 DEEPER = {
-    "sync, two slots for the drafter": (TWO_SLOTS, 1),
     "sync, slots that join the drafter": (JOINING, 1),
-    "sync, the drafter in every second step, with probes": (PROBED, 1),
-    "sync, serial drafter": (SERIAL, 3),
-    "sync, disaggregated": (APART, 1),
-    "one_step_off, colocated": (replace(THREE, **ONE_OFF), 1),
-    "one_step_off, disaggregated": (replace(APART, **ONE_OFF), 1),
-    "fully_async, colocated, two workers": (replace(THREE, **ASYNC, workers=2), 0),
-    "fully_async, colocated, one worker": (replace(THREE, **ASYNC, workers=1), 1),
+    "sync, serial drafter": (replace(SERIAL, workers=2), 2),
+    "one_step_off, colocated": (replace(THREE, **ONE_OFF, workers=1), 2),
+    "one_step_off, disaggregated": (replace(APART, **ONE_OFF, workers=1), 1),
+    "fully_async, colocated": (replace(THREE, **ASYNC, workers=1), 1),
     "fully_async, colocated, no drafter": (
         replace(THREE, **ASYNC, workers=2, drafter_enabled=False),
         1,
     ),
-    "fully_async, disaggregated, no drafter": (
-        replace(APART, **ASYNC, workers=2, drafter_enabled=False),
-        1,
-    ),
-    "fully_async, disaggregated, two workers": (replace(APART, **ASYNC, workers=2), 0),
     "fully_async, two groups a step": (
         replace(APART, **{**ASYNC, "groups_per_step": 2}, drafter_enabled=False),
         0,
