@@ -36,7 +36,7 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
     ),
 }
 NOT_CALLS = (
-    *(commands.CloseStep, commands.AbortDrafter, commands.ResumeRollouts, commands.Refuse),
+    *(commands.CloseStep, commands.AbortDrafter, commands.ResumeWorkers, commands.Refuse),
     *(commands.HandBack, commands.FinishRun),
 )
 
@@ -78,6 +78,7 @@ class World(NamedTuple):
     state: State
     calls: tuple[Call, ...]  # by kind
     faults: int  # that may still happen
+    pauses: int = 0  # words of an operator about a pause that may still come
 
 
 class Move(NamedTuple):
@@ -86,6 +87,7 @@ class Move(NamedTuple):
     event: Event
     calls: tuple[Call, ...]  # those that go on
     faults: int = 0  # that it takes
+    pauses: int = 0  # as of World
 
 
 @dataclass(slots=True)
@@ -94,10 +96,12 @@ class Explored:
 
     worlds: list[World] = field(default_factory=list)
     moves: int = 0
-    before: dict[int, list[int]] = field(default_factory=dict)  # by world, without faults
+    before: dict[int, list[int]] = field(default_factory=dict)  # by world, without faults, pauses
 
     def lead_to(self, wanted: Callable[[State], bool]) -> set[int]:
-        """Numbers of the worlds from which such a state can be reached without another fault."""
+        """Numbers of the worlds from which such a state can be reached without another fault, or
+        word of an operator but that a run at rest goes on.
+        """
         found = {i for i, world in enumerate(self.worlds) if wanted(world.state)}
         waiting = list(found)
         while waiting:
@@ -111,10 +115,12 @@ class Explored:
 Check = Callable[[World, Move, World], None]
 
 
-def explore(settings: RunSettings, faults: int, check: Check) -> Explored:
-    """Every interleaving of a run with at most so many faults; `check` sees every move."""
+def explore(settings: RunSettings, faults: int, check: Check, pauses: int = 0) -> Explored:
+    """Every interleaving of a run with at most so many faults, and words of an operator about a
+    pause; `check` sees every move.
+    """
     state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
-    first = World(state, made((), issued), faults)
+    first = World(state, made((), issued), faults, pauses)
     found, numbers = Explored([first]), {key(first): 0}
     waiting = deque([0])
     while waiting:
@@ -129,7 +135,7 @@ def explore(settings: RunSettings, faults: int, check: Check) -> Explored:
                 numbers[name] = len(found.worlds)
                 found.worlds.append(after)
                 waiting.append(numbers[name])
-            if not move.faults:
+            if not move.faults and not move.pauses:
                 found.before.setdefault(numbers[name], []).append(number)
     return found
 
@@ -137,7 +143,8 @@ def explore(settings: RunSettings, faults: int, check: Check) -> Explored:
 def play(world: World, move: Move) -> World:
     """The world after a move."""
     state, issued = step(world.state, move.event)
-    return World(state, made(move.calls, issued), world.faults - move.faults)
+    left = world.faults - move.faults, world.pauses - move.pauses
+    return World(state, made(move.calls, issued), *left)
 
 
 def made(calls: tuple[Call, ...], issued: tuple[Command, ...]) -> tuple[Call, ...]:
@@ -163,6 +170,7 @@ def moves(world: World) -> Iterator[Move]:
         yield Move(events.AcceptanceFell(0.0, state.versions.drafter), calls)
     if state.phase is Phase.FAILED:
         yield Move(events.Resumed(0.0, state.settings.total_steps), ())
+    yield from about_a_pause(world)
     if not world.faults or state.phase not in LIVE:
         return
     yield Move(events.Resumed(0.0, state.settings.total_steps), (), 1)
@@ -172,6 +180,16 @@ def moves(world: World) -> Iterator[Move]:
         left = tuple(call for call in calls if not isinstance(call.command, kinds))
         if service not in state.lost and (len(left) < len(calls) or service in OPTIONAL):
             yield Move(events.ServiceLost(0.0, service, "away"), left, 1)
+
+
+def about_a_pause(world: World) -> Iterator[Move]:
+    """What an operator may say of a pause: a run that rests goes on in any case."""
+    state = world.state
+    if state.phase is Phase.PAUSED:
+        yield Move(events.Continued(0.0), world.calls)
+    elif world.pauses and state.phase in LIVE:
+        said = events.Continued if state.paused else events.Paused
+        yield Move(said(0.0), world.calls, pauses=1)
 
 
 def choices(state: State) -> Iterator[Event]:
@@ -289,7 +307,7 @@ def key(world: World) -> tuple[object, ...]:
         state.pin and (drafter[state.pin.version], state.pin.lasting),
         committing and (committing.policy, drafter[committing.drafter]),
         *(state.drafter_benched, state.lost, state.failed_phase),
-        *(state.settings.total_steps, world.faults),
+        *(state.settings.total_steps, world.faults, state.paused, world.pauses),
         tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),
     )
 

@@ -45,7 +45,7 @@ class SimulatedGateway:
         """
         self._site.time.after(self._take_memory(), lambda: self._begin(command))
 
-    def resume_rollouts(self, command: commands.ResumeRollouts) -> None:
+    def resume_rollouts(self, command: commands.ResumeWorkers) -> None:
         """Lets held requests go on."""
         self._take_memory()
 

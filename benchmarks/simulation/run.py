@@ -81,7 +81,7 @@ class VirtualRun:
                 self._after_message(lambda now_s: events.StepBegan(now_s, number))
             case commands.RunTasks():
                 self.gateway.run_tasks(command)
-            case commands.ResumeRollouts():
+            case commands.ResumeWorkers():
                 self.gateway.resume_rollouts(command)
             case commands.ActivateDrafter():
                 self.drafter.activate(command)

@@ -18,6 +18,7 @@ from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.journal import TOGETHER, Journal
 from coordinator.machine import commands, events
+from coordinator.machine.choice import Choice
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
 from coordinator.machine.state import OPTIONAL, Phase, Service, State
@@ -82,7 +83,7 @@ class Runner:
         self._queue.put_nowait(event)
         return step(self.transitions.state, event)[0].settings.total_steps
 
-    async def choose(self, event: events.DrafterChosen | events.DrafterUnpinned) -> State:
+    async def choose(self, event: Choice) -> State:
         """Applies an operator's choice in its turn; returns the state before it.
 
         Raises FailedPrecondition when the run ends first.

@@ -13,7 +13,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.journal.facts import all_slots
 from coordinator.journal.journal import Journal
 from coordinator.machine import events
-from coordinator.machine.choice import objection
+from coordinator.machine.choice import Choice, objection
 from coordinator.machine.state import Phase, State
 from coordinator.machine.step import LIVE
 from coordinator.runner import Runner
@@ -59,6 +59,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             failure=state.failure,
             away=sorted(state.lost),
             drafters=drafters_of(state),
+            paused=state.paused,
         )
 
     async def ListSteps(
@@ -69,8 +70,20 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
         """Ends the run with the running step. FailedPrecondition when no run goes on."""
-        self._require_live()
+        _require_live(self._runner.transitions.state)
         return pb.StopRunResponse(total_steps=self._runner.request_stop())
+
+    async def PauseRun(self, request: pb.PauseRunRequest, context: grpc.aio.ServicerContext) -> Any:
+        """Has the run rest. FailedPrecondition when no run goes on or all steps have begun."""
+        before = await self._choose(events.Paused(self._runner.now()))
+        return pb.PauseRunResponse(steps=before.rollouts.begun)
+
+    async def ResumeRun(
+        self, request: pb.ResumeRunRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Has the run go on. FailedPrecondition when none does."""
+        before = await self._choose(events.Continued(self._runner.now()))
+        return pb.ResumeRunResponse(was_paused=before.paused)
 
     async def RollBack(self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext) -> Any:
         """Goes back to the drafter before. FailedPrecondition naming what speaks against it."""
@@ -81,38 +94,42 @@ class CoordinatorServicer(CoordinatorServiceServicer):
                 allowed="end it (paceline stop) and begin another with a checkpoint of it as "
                 "start policy: <run.dir>/checkpoints/policy/step-<version>",
             )
-        return pb.RollBackResponse(drafters=await self._choose(request, lasting=False))
+        return pb.RollBackResponse(drafters=await self._choose_drafter(request, lasting=False))
 
     async def PinDrafter(
         self, request: pb.PinDrafterRequest, context: grpc.aio.ServicerContext
     ) -> Any:
         """Keeps a drafter serving. FailedPrecondition naming what speaks against it."""
-        return pb.PinDrafterResponse(drafters=await self._choose(request, lasting=True))
+        return pb.PinDrafterResponse(drafters=await self._choose_drafter(request, lasting=True))
 
     async def UnpinDrafter(
         self, request: pb.UnpinDrafterRequest, context: grpc.aio.ServicerContext
     ) -> Any:
         """Takes a choice away. FailedPrecondition when no run goes on."""
-        self._require_live()
-        await self._runner.choose(events.DrafterUnpinned(self._runner.now()))
+        await self._choose(events.DrafterUnpinned(self._runner.now()))
         return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
 
-    async def _choose(
+    async def _choose_drafter(
         self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool
     ) -> pb.DrafterChoice:
-        self._require_live()
         version = request.drafter_version if request.HasField("drafter_version") else None
-        event = events.DrafterChosen(self._runner.now(), version, lasting)
-        against = objection(await self._runner.choose(event), event)
-        if against is not None:
-            raise FailedPrecondition(against.message, seen=against.seen, allowed=against.allowed)
+        await self._choose(events.DrafterChosen(self._runner.now(), version, lasting))
         return drafters_of(self._runner.transitions.state)
 
-    def _require_live(self) -> None:
-        phase = self._runner.transitions.state.phase
-        if phase not in LIVE:
-            allowed = ", ".join(one for one in Phase if one in LIVE)
-            raise FailedPrecondition("no run goes on", seen=phase, allowed=f"phase {allowed}")
+    async def _choose(self, event: Choice) -> State:
+        """The state before the choice. Raises FailedPrecondition for what speaks against it."""
+        _require_live(self._runner.transitions.state)
+        before = await self._runner.choose(event)
+        _require_live(before)
+        if (against := objection(before, event)) is not None:
+            raise FailedPrecondition(against.message, seen=against.seen, allowed=against.allowed)
+        return before
+
+
+def _require_live(state: State) -> None:
+    if state.phase not in LIVE:
+        allowed = ", ".join(one for one in Phase if one in LIVE)
+        raise FailedPrecondition("no run goes on", seen=state.phase, allowed=f"phase {allowed}")
 
 
 def drafters_of(state: State) -> pb.DrafterChoice:

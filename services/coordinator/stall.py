@@ -19,8 +19,8 @@ from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 NAME = "coordinator"
-_WAITS_FOR = {
-    **{phase: services[0] for phase, services in CALLED_IN.items()},
+_WAITS_FOR: dict[Phase, Service] = {
+    **{phase: services[0] for phase, services in CALLED_IN.items() if phase is not Phase.PAUSED},
     Phase.PREEMPT: Service.DRAFTER_TRAINER,
     Phase.DRAFTER: Service.DRAFTER_TRAINER,
 }
@@ -44,6 +44,7 @@ class StallWatch:
         self._calls = calls
         self._alarm_s = calls.config.stall_alarm_s
         self._activity = Activity(NAME)
+        self._rests = False  # in a pause: no progress is due
         self._alarm = ""  # as it was told
         self._culprit = ""  # at the end of the chain
         self._alarmed_s = 0.0  # time.monotonic() when it was told
@@ -56,6 +57,7 @@ class StallWatch:
         """Takes one transition in."""
         # Rollouts first: where both tracks go on, these are what the learner waits for next.
         waits = (_WAITS_FOR.get(one, "") for one in Phase if one in after.phases)
+        self._rests = after.phase is Phase.PAUSED
         self._activity.waits_for = next(filter(None, waits), "")
         doing = f"{after.doing} of step {after.step}" if after.phase in LIVE else ""
         if isinstance(event, _NO_PROGRESS):
@@ -82,8 +84,9 @@ class StallWatch:
     async def _look(self) -> float:
         """Seconds without progress of all who are waited for; tells when they are too many."""
         still_s = time.monotonic() - self._activity.moved_s
-        if not self._activity.doing or still_s < self._alarm_s:
-            return still_s if self._activity.doing else 0.0
+        due = self._activity.doing and not self._rests
+        if not due or still_s < self._alarm_s:
+            return still_s if due else 0.0
         parts = (await self.progress()).parts
         chain = wait_chain(parts, NAME)
         still_s = min(part.still_s for part in chain if part.doing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from slot_overlaps import overlaps
 
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve
+from paceline.cli.access import coordinator_of
+from paceline.cli.status import show_status
 from paceline.config import SecurityConfig, load_config
 from paceline.errors import (
     FailedPrecondition,
@@ -190,6 +194,7 @@ class Gateway(RolloutServiceServicer):
         back = sorted(self.script.lent)
         self.script.lent.clear()
         self.script.order.append(f"resume {back}")
+        await self.script.told()
         if back:
             self.script.resumed.set()
         served = self.script.serving.get("gateway")
@@ -456,6 +461,21 @@ def config_of(words: list[str]) -> CoordinatorConfig:
 
 async def run_to_end(config: CoordinatorConfig) -> None:
     await asyncio.wait_for(serve(config, asyncio.Event()), 2 * WAIT_S)
+
+
+async def held(script: Script, config: CoordinatorConfig) -> asyncio.Task[None]:
+    """A run whose rollouts wait in the step that the script holds."""
+    run = asyncio.create_task(run_to_end(config))
+    await asyncio.wait_for(script.holding.wait(), WAIT_S)
+    return run
+
+
+async def status_of(config: CoordinatorConfig) -> str:
+    """What `paceline status` prints."""
+    told = io.StringIO()
+    address = config.addresses.coordinator
+    await show_status(coordinator_of([], address), Console(file=told, width=200))
+    return told.getvalue()
 
 
 async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:

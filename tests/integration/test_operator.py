@@ -12,11 +12,12 @@ from integration.coordinator_world import (
     WAIT_S,
     Script,
     config_of,
+    held,
     journal_of,
     overrides,
     records_of,
-    run_to_end,
     running_peers,
+    status_of,
 )
 from rich.console import Console
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ from coordinator.server import serve
 from paceline.cli.access import Coordinator, coordinator_of
 from paceline.cli.choice import Request, choose_drafter
 from paceline.cli.main import app
-from paceline.cli.status import show_status
+from paceline.cli.stop import pause_run, resume_run, stop_run
 from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, PacelineError, Unavailable
 from paceline.local.ports import free_port
@@ -48,20 +49,6 @@ async def said(config: CoordinatorConfig, request: Request) -> list[str]:
     console = Console(file=told, width=200)
     assert await choose_drafter(coordinator_of([], address), request, console) == 0
     return told.getvalue().splitlines()
-
-
-async def status_of(config: CoordinatorConfig) -> str:
-    told = io.StringIO()
-    address = config.addresses.coordinator
-    await show_status(coordinator_of([], address), Console(file=told, width=200))
-    return told.getvalue()
-
-
-async def held(script: Script, config: CoordinatorConfig) -> asyncio.Task[None]:
-    """A run whose rollouts wait in the step that the script holds."""
-    run = asyncio.create_task(run_to_end(config))
-    await asyncio.wait_for(script.holding.wait(), WAIT_S)
-    return run
 
 
 async def test_paceline_rollback_serves_the_former_drafter_for_a_step(
@@ -187,6 +174,9 @@ async def test_the_agents_token_chooses_no_drafter(
         for request in requests:
             with pytest.raises(PacelineError, match="the agents' token does not open this"):
                 await choose_drafter(agent, request, Console(file=io.StringIO()))
+        for work in (pause_run, resume_run, stop_run):
+            with pytest.raises(PacelineError, match="the agents' token does not open this"):
+                await work(agent, Console(file=io.StringIO()))
         assert await choose_drafter(coordinator_of([], address), requests[1], Console()) == 0
         script.released.set()
         await run
@@ -194,10 +184,23 @@ async def test_the_agents_token_chooses_no_drafter(
 
 def test_commands_where_nothing_runs_name_the_address() -> None:
     address = f"127.0.0.1:{free_port()}"
-    for command in (["status"], ["stop"], ["rollback"], ["pin", "3"], ["unpin"]):
+    alone = ("status", "stop", "pause", "resume", "rollback", "unpin")
+    for command in (["pin", "3"], *([name] for name in alone)):
         told = CliRunner().invoke(app, [*command, "--address", address])
         assert told.exit_code == 2
         assert f"no coordinator answers; seen: {address}" in " ".join(told.output.split())
+
+
+def test_a_run_is_found_by_its_address_or_its_name_and_not_by_two(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    for command in ("pause", "resume", "stop", "status"):
+        said = CliRunner().invoke(app, [command, address])
+        assert said.exit_code == 2
+        assert address in " ".join(said.output.split())
+        said = CliRunner().invoke(app, [command, str(tmp_path / "none")])
+        assert "no such run" in said.output
+        said = CliRunner().invoke(app, [command, address, "--address", address])
+        assert "RUN and --address name two places" in said.output
 
 
 def test_a_version_is_a_number_from_zero_on() -> None:

@@ -23,6 +23,8 @@ UNNUMBERED = (
     events.StopRequested,
     events.DrafterChosen,
     events.DrafterUnpinned,
+    events.Paused,
+    events.Continued,
     events.ServiceLost,
     events.ServiceBack,
     events.CallFailed,
@@ -155,7 +157,8 @@ class World(RuleBasedStateMachine):
             assert (worker_state is WorkerState.TRAINING) == (holders == {Holder.DRAFTER})
             if worker_state is WorkerState.GENERATING and Phase.ROLLOUT in state.phases:
                 assert holders == {Holder.ENGINE}
-        if state.phases & {Phase.POLICY, Phase.COMMIT, Phase.EVALUATE, Phase.CLOSING}:
+        alone = {Phase.POLICY, Phase.COMMIT, Phase.EVALUATE, Phase.PAUSED, Phase.CLOSING}
+        if state.phases & alone:
             assert state.lease is None
 
     @precondition(lambda self: "BeginStep" in self.calls and self.state.rollouts.drawing)
@@ -323,6 +326,11 @@ class World(RuleBasedStateMachine):
         else:
             self.feed(events.DrafterChosen(self.tick(), wanted, lasting=bool(kind)))
 
+    @precondition(lambda self: self.state.phase in LIVE)
+    @rule(paused=st.booleans())
+    def an_operator_pauses_or_goes_on(self, paused: bool) -> None:
+        self.feed((events.Paused if paused else events.Continued)(self.tick()))
+
     @precondition(lambda self: any(name.startswith("await") for name in self.calls))
     @rule()
     def service_back(self) -> None:
@@ -364,6 +372,10 @@ class World(RuleBasedStateMachine):
             (lambda: "Commit" in self.calls, lambda: self.commit_news(True, False)),
             (lambda: "Evaluate" in self.calls, self.evaluated),
             (lambda: "SaveCheckpoints" in self.calls, self.saved),
+            (
+                lambda: self.state.phase is Phase.PAUSED,
+                lambda: self.an_operator_pauses_or_goes_on(False),
+            ),
         ]
         for _ in range(200):
             if self.state.phase in (Phase.FINISHED, Phase.FAILED):

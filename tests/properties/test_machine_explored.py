@@ -55,6 +55,13 @@ DEEPER = {
     ),
 }
 """As SETTINGS, for minutes."""
+PAUSED = {
+    "sync, with probes": (replace(PROBED, workers=2), 0),
+    "sync, serial drafter": (replace(SERIAL, workers=2), 0),
+    "one_step_off, disaggregated": (replace(APART, **ONE_OFF, workers=1), 0),
+    "fully_async, colocated": (replace(THREE, **ASYNC, workers=1), 0),
+}
+"""As SETTINGS, of runs that an operator pauses."""
 FEWEST_STATES = 30_000
 ANSWERED = (commands.RunTasks, commands.TrainPolicy, commands.Evaluate, commands.SaveCheckpoints)
 
@@ -67,6 +74,7 @@ def check(world: World, move: Move, after: World) -> None:
         duplicates_change_nothing(world, move, after)
         lag_is_bounded(after.state)
         a_trajectory_has_one_version(world.state, after.state)
+        nothing_begins_in_a_pause(world.state, after.state)
         if after.state != world.state:  # it was not too late
             training_starts_when_the_rules_allow(move, after.state)
     except AssertionError as error:
@@ -142,6 +150,21 @@ def a_trajectory_has_one_version(before: State, after: State) -> None:
         assert not any(draw.called for draw in after.rollouts.draws)
 
 
+def nothing_begins_in_a_pause(before: State, after: State) -> None:
+    """No tasks, no lease, no evaluation; at rest the engine has all workers."""
+    if after.paused and before.paused:
+        assert after.rollouts.begun <= before.rollouts.begun
+        leased = set(before.lease.slots) if before.lease else set()
+        assert not after.lease or set(after.lease.slots) <= leased
+        over = after.step >= after.settings.total_steps
+        goes_on = (before.phase, before.evaluations) == (after.phase, after.evaluations)
+        assert over or goes_on or after.phase is not Phase.EVALUATE
+    if after.phase is Phase.PAUSED:
+        assert after.paused
+        assert after.slots.counted(Holder.ENGINE) == after.settings.engine_slots
+        assert not after.rollouts.running
+
+
 def training_starts_when_the_rules_allow(move: Move, state: State) -> None:
     if state.phase is not Phase.RUNNING:
         return
@@ -154,6 +177,7 @@ def training_starts_when_the_rules_allow(move: Move, state: State) -> None:
         and not settings.serial_drafter
         and state.step % settings.training_interval_steps == 0
         and not state.lost
+        and not state.paused
         and computing
         and workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
     )
@@ -192,12 +216,18 @@ def test_nor_does_any_order_with_more_faults_or_more_groups(
     assert explored_states(DEEPER, capsys) >= FEWEST_STATES
 
 
+def test_nor_does_an_operator_who_pauses_the_run_at_any_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert explored_states(PAUSED, capsys, pauses=2) >= FEWEST_STATES / 10
+
+
 def explored_states(
-    runs: dict[str, tuple[RunSettings, int]], capsys: pytest.CaptureFixture[str]
+    runs: dict[str, tuple[RunSettings, int]], capsys: pytest.CaptureFixture[str], pauses: int = 0
 ) -> int:
     states = 0
     for name, (settings, faults) in runs.items():
-        explored = explore(settings, faults, check)
+        explored = explore(settings, faults, check, pauses)
         leads_on(explored)
         states += len(explored.worlds)
         with capsys.disabled():
@@ -205,9 +235,11 @@ def explored_states(
     return states
 
 
-def found(monkeypatch: pytest.MonkeyPatch, settings: RunSettings, says: str) -> None:
+def found(
+    monkeypatch: pytest.MonkeyPatch, settings: RunSettings, says: str, pauses: int = 0
+) -> None:
     with pytest.raises((AssertionError, MachineError), match=says):
-        leads_on(explore(settings, 0, check))
+        leads_on(explore(settings, 0, check, pauses))
 
 
 def test_the_explorer_finds_a_drafter_that_is_not_told_of_released_slots(
@@ -241,6 +273,20 @@ def test_the_explorer_finds_a_commit_that_does_not_wait_for_rollouts(
     for module in (rules, commit):
         monkeypatch.setattr(module, "may_commit", lambda state: True)
     found(monkeypatch, replace(APART, **ONE_OFF), "Committed|PolicyPrepared")
+
+
+def test_the_explorer_finds_tasks_that_are_drawn_in_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = schedule.may_draw
+    monkeypatch.setattr(rules, "may_draw", lambda state: right(replace(state, paused=False)))
+    found(monkeypatch, replace(THREE, workers=1), "begun", pauses=1)
+
+
+def test_the_explorer_finds_a_pause_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stays = tuple(rule for rule in rules.RULES if rule is not rules.go_on)
+    monkeypatch.setattr(rules, "RULES", stays)
+    found(monkeypatch, replace(THREE, workers=1), "State", pauses=1)
 
 
 def test_the_explorer_finds_rollouts_that_are_never_taken_up_again(

@@ -88,4 +88,4 @@ def test_a_worker_that_the_drafter_had_is_lent_again_after_the_policys_turn() ->
         events.PolicyPrepared(7, 4, 1),
         events.Committed(8, VersionSet(1, 1, 0)),
     )
-    assert [type(one) for one in issued[-2:]] == [commands.ResumeRollouts, commands.ActivateDrafter]
+    assert [type(one) for one in issued[-2:]] == [commands.ResumeWorkers, commands.ActivateDrafter]

@@ -65,7 +65,7 @@ EVENTS: list[Event] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Paused(events.Event):
+class Renamed(events.Event):
     """An event whose fields have the names of others' fields, and other types."""
 
     kind: str
@@ -252,11 +252,11 @@ def test_evaluations_are_added_to_the_record_of_the_step_before_them() -> None:
 async def test_an_event_that_is_added_replays_whatever_its_fields_are_called(
     redis_client: redis.asyncio.Redis, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def paused(state: State, event: Paused) -> Decision:
+    def paused(state: State, event: Renamed) -> Decision:
         return Decision(replace(state, failure=f"{event.kind} by {event.service}"))
 
-    monkeypatch.setitem(EVENT_ROWS, Paused, EventRow(set(Phase), none, paused))
-    event = Paused(5.0, kind="brief", service="nobody", settings=3, versions=(1, 2), details=None)
+    monkeypatch.setitem(EVENT_ROWS, Renamed, EventRow(set(Phase), none, paused))
+    event = Renamed(5.0, kind="brief", service="nobody", settings=3, versions=(1, 2), details=None)
     state, _, entries = played([EVENTS[0], event])
     journal = Journal(redis_client, run_id)
     for entry in entries:

@@ -9,25 +9,45 @@ import typer
 from rich.console import Console
 
 from paceline.cli.command import ConfigFiles, CoordinatorAddress, refused, run_to_exit
-from paceline.errors import PacelineError
+from paceline.errors import InvalidInput, PacelineError
 
 if TYPE_CHECKING:
     from paceline.cli.access import Coordinator
     from paceline.cli.choice import Request
 
 
-def status(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+Run = Annotated[
+    str | None,
+    typer.Argument(help="the run, by directory, id or the coordinator's host:port"),
+]
+
+
+def status(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Show what a running system does: phase, slots, versions, the last step."""
     from paceline.cli.status import show_status
 
-    run_to_exit(show_status(_coordinator(address, config), Console()))
+    run_to_exit(show_status(_coordinator(address, config, run), Console()))
 
 
-def stop(address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """End a run with the step that runs now, and wait for it; Ctrl-C only ends the waiting."""
     from paceline.cli.stop import stop_run
 
-    run_to_exit(stop_run(_coordinator(address, config), Console()))
+    run_to_exit(stop_run(_coordinator(address, config, run), Console()))
+
+
+def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Let a run rest after what is under way, and wait for it; agents get all workers then."""
+    from paceline.cli.stop import pause_run
+
+    run_to_exit(pause_run(_coordinator(address, config, run), Console()))
+
+
+def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
+    """Let a paused run go on."""
+    from paceline.cli.stop import resume_run
+
+    run_to_exit(resume_run(_coordinator(address, config, run), Console()))
 
 
 def rollback(
@@ -74,13 +94,20 @@ def _choose(request: Request, address: str | None, config: list[Path] | None) ->
     run_to_exit(choose_drafter(_coordinator(address, config), request, Console()))
 
 
-def _coordinator(address: str | None, config: list[Path] | None) -> Coordinator:
-    from paceline.cli.access import coordinator_of
+def _coordinator(
+    address: str | None, config: list[Path] | None, run: str | None = None
+) -> Coordinator:
+    from paceline.cli.access import coordinator_of, find_coordinator
 
+    files = list(config or [])
     try:
-        return coordinator_of(list(config or []), address)
+        if run is None:
+            return coordinator_of(files, address)
+        if address is not None:
+            raise InvalidInput("RUN and --address name two places", seen=address, allowed=run)
+        return find_coordinator(run, files)
     except PacelineError as error:
         raise refused(error) from error
 
 
-COMMANDS = (status, stop, rollback, pin, unpin)
+COMMANDS = (status, stop, pause, resume, rollback, pin, unpin)

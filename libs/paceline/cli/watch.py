@@ -45,6 +45,8 @@ class RunState:
             self.phase, self.failure, self.finished = "rollout", "", False
         for slots in fact.slots:
             self._slots(slots)
+        if fact.HasField("paused"):
+            self.phase = "paused" if fact.paused else "ready"
         if fact.HasField("services_away"):
             self._away(fact.services_away.services)
         if fact.HasField("step_finished"):

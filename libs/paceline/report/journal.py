@@ -25,6 +25,8 @@ from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.whole_files import write_whole
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
+PAUSED = "paused"
+"""Phase of a run that an operator lets rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class RunHistory:
     windows: tuple[StepWindow, ...]
     began_s: float  # wall clock of the first and the last entry
     ended_s: float
-    away_s: float  # seconds in which no coordinator ran, before a resume
+    away_s: float  # seconds in which no coordinator ran, before a resume, or the run was paused
     drafter_tokens: int  # tokens the drafter trained on
     phase: str  # of the last entry
     # of the drafter's gate, by kind of decision
@@ -131,7 +133,7 @@ class _Told:
         """The next entry."""
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
         self.began_s = self.began_s or at_s
-        if event == "Resumed":
+        if event == "Resumed" or self.phase == PAUSED:
             self.away_s += at_s - self.ended_s
         self.ended_s, self.phase = at_s, str(entry["phase"])
         if entry.get("record"):

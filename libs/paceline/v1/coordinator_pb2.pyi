@@ -57,7 +57,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class GetSnapshotResponse(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     AWAY_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
@@ -78,7 +79,8 @@ class GetSnapshotResponse(_message.Message):
     failure: str
     away: _containers.RepeatedScalarFieldContainer[str]
     drafters: DrafterChoice
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ...) -> None: ...
+    paused: bool
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class DrafterChoice(_message.Message):
     __slots__ = ("serving", "previous", "promoted", "chosen", "pinned")
@@ -199,6 +201,26 @@ class StopRunResponse(_message.Message):
     total_steps: int
     def __init__(self, total_steps: _Optional[int] = ...) -> None: ...
 
+class PauseRunRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRunResponse(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    def __init__(self, steps: _Optional[int] = ...) -> None: ...
+
+class ResumeRunRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRunResponse(_message.Message):
+    __slots__ = ("was_paused",)
+    WAS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    was_paused: bool
+    def __init__(self, was_paused: _Optional[bool] = ...) -> None: ...
+
 class RollBackRequest(_message.Message):
     __slots__ = ("drafter_version", "policy_version")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -242,7 +264,7 @@ class Facts(_message.Message):
     def __init__(self, facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
 
 class Fact(_message.Message):
-    __slots__ = ("sequence", "context", "at_s", "step_began", "slots", "version_committed", "step_finished", "run_finished", "services_away")
+    __slots__ = ("sequence", "context", "at_s", "step_began", "slots", "version_committed", "step_finished", "run_finished", "services_away", "paused")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +274,7 @@ class Fact(_message.Message):
     STEP_FINISHED_FIELD_NUMBER: _ClassVar[int]
     RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
     SERVICES_AWAY_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     context: _trajectory_pb2.CommandContext
     at_s: float
@@ -261,7 +284,8 @@ class Fact(_message.Message):
     step_finished: StepFinished
     run_finished: RunFinished
     services_away: ServicesAway
-    def __init__(self, sequence: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., at_s: _Optional[float] = ..., step_began: _Optional[_Union[StepBegan, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., version_committed: _Optional[_Union[VersionCommitted, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., services_away: _Optional[_Union[ServicesAway, _Mapping]] = ...) -> None: ...
+    paused: bool
+    def __init__(self, sequence: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., at_s: _Optional[float] = ..., step_began: _Optional[_Union[StepBegan, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., version_committed: _Optional[_Union[VersionCommitted, _Mapping]] = ..., step_finished: _Optional[_Union[StepFinished, _Mapping]] = ..., run_finished: _Optional[_Union[RunFinished, _Mapping]] = ..., services_away: _Optional[_Union[ServicesAway, _Mapping]] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class StepBegan(_message.Message):
     __slots__ = ("samples",)

@@ -50,6 +50,16 @@ class CoordinatorServiceStub:
                 request_serializer=paceline_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/paceline.v1.CoordinatorService/PauseRun',
+                request_serializer=paceline_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.PauseRunResponse.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/paceline.v1.CoordinatorService/ResumeRun',
+                request_serializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunResponse.FromString,
+                _registered_method=True)
         self.RollBack = channel.unary_unary(
                 '/paceline.v1.CoordinatorService/RollBack',
                 request_serializer=paceline_dot_v1_dot_coordinator__pb2.RollBackRequest.SerializeToString,
@@ -87,6 +97,20 @@ class CoordinatorServiceServicer:
 
     def StopRun(self, request, context):
         """Finishes the running step, saves checkpoints and ends the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseRun(self, request, context):
+        """Has the run rest when what is under way has ended; the engine gets all workers then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Has a paused run go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +154,16 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=paceline_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_coordinator__pb2.StopRunResponse.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.PauseRunRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.PauseRunResponse.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.ResumeRunResponse.SerializeToString,
             ),
             'RollBack': grpc.unary_unary_rpc_method_handler(
                     servicer.RollBack,
@@ -229,6 +263,60 @@ class CoordinatorService:
             '/paceline.v1.CoordinatorService/StopRun',
             paceline_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
             paceline_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CoordinatorService/PauseRun',
+            paceline_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
+            paceline_dot_v1_dot_coordinator__pb2.PauseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.CoordinatorService/ResumeRun',
+            paceline_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+            paceline_dot_v1_dot_coordinator__pb2.ResumeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,7 +31,7 @@ CLOSE_S = 10.0
 
 CALLS: dict[type[Command], Callable[[Calls, Any], Coroutine[Any, Any, None]]] = {
     commands.RunTasks: gateway.run_tasks,
-    commands.ResumeRollouts: gateway.resume_rollouts,
+    commands.ResumeWorkers: slots.resume_workers,
     commands.Evaluate: gateway.evaluate,
     commands.ActivateDrafter: drafter_trainer.activate,
     commands.JoinDrafter: drafter_trainer.join,

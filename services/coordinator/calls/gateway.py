@@ -11,7 +11,7 @@ from coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
-from coordinator.calls.slots import RESUME_DEADLINE_S, resume
+from coordinator.calls.slots import resume
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
@@ -88,13 +88,6 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
                     calls.emit(events.TasksFinished(calls.now(), command.epoch, figures))
 
 
-async def resume_rollouts(calls: Calls, command: commands.ResumeRollouts) -> None:
-    """Emits a failure alone."""
-    with calls.reported(Service.GATEWAY, "resume", command, deadline_s=RESUME_DEADLINE_S):
-        async with calls.handing_over:
-            await resume(calls, command)
-
-
 async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
     """Emits EvaluationDone; without a value when the engine cannot draft with the probe's arm."""
 
@@ -111,8 +104,9 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
     with calls.reported(
         Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
-        await mend(calls, command)
-        await resume(calls, command)
+        async with calls.handing_over:
+            await mend(calls, command)
+            await resume(calls, command)
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):
             match name:

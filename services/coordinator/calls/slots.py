@@ -70,12 +70,19 @@ async def resume(calls: Calls, command: StepCommand) -> None:
         await calls.peers.rollout.ResumeWorkers(request, timeout=RESUME_DEADLINE_S)
 
 
+async def resume_workers(calls: Calls, command: commands.ResumeWorkers) -> None:
+    """Emits a failure alone."""
+    with calls.reported(Service.GATEWAY, "resume", command, deadline_s=RESUME_DEADLINE_S):
+        async with calls.handing_over:
+            await resume(calls, command)
+
+
 async def give_back(calls: Calls, step: int, epoch: int) -> None:
-    """Has lent workers serve again that no lease needs in these rollouts.
+    """Has lent workers serve again that no lease needs in these rollouts, or in a pause.
 
     Under the epoch of the lease that has ended: the gateway refuses it once there is another one.
     """
-    if Phase.ROLLOUT not in calls.state().phases:
+    if not calls.state().phases & {Phase.ROLLOUT, Phase.PAUSED}:
         return
     try:
         await resume(calls, StepCommand(step, epoch))

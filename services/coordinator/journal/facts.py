@@ -8,7 +8,7 @@ from coordinator.journal.entry import SlotRange, slot_ranges
 from coordinator.machine import events
 from coordinator.machine.commands import Command, FinishRun
 from coordinator.machine.events import Event
-from coordinator.machine.state import State
+from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
 from paceline.v1 import coordinator_pb2 as pb
 
@@ -39,6 +39,8 @@ def fact_of(
     if after.lost != before.lost:
         fact.services_away.services.extend(sorted(after.lost))
         fact.services_away.SetInParent()
+    if (after.phase is Phase.PAUSED) != (before.phase is Phase.PAUSED):
+        fact.paused = after.phase is Phase.PAUSED
     if record is not None:
         fact.step_finished.record.CopyFrom(record)
     for command in issued:

@@ -1,11 +1,11 @@
-"""Starts, resumes, evaluates and ends a run: everything between two steps."""
+"""Starts, resumes, pauses, evaluates and ends a run: everything between two steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from coordinator.machine import events
-from coordinator.machine.commands import Evaluate, FinishRun, SaveCheckpoints
+from coordinator.machine.commands import Evaluate, FinishRun, ResumeWorkers, SaveCheckpoints
 from coordinator.machine.decision import Decision
 from coordinator.machine.losses import again_from, interrupted
 from coordinator.machine.moves import free_slots, held_by, lease_slots
@@ -54,11 +54,22 @@ def resumed(state: State, event: events.Resumed) -> Decision:
 
 def evaluate(state: State) -> Decision:
     """Leases the workers' slots to the engine and makes the first evaluation that is due."""
-    state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    state = lease_slots(state, range(state.settings.engine_slots), Holder.ENGINE)
-    state = replace(state, phase_epoch=state.epoch)
+    state = _all_to_engine(state)
     command = Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
     return Decision(state, (command,))
+
+
+def pause(state: State) -> Decision:
+    """Leases the workers' slots to the engine, for whoever asks it, until the run goes on."""
+    state = _all_to_engine(state)
+    return Decision(state, (ResumeWorkers(state.step, state.epoch),))
+
+
+def _all_to_engine(state: State) -> State:
+    """The workers' slots leased under a new epoch, that of the phase's call."""
+    state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
+    state = lease_slots(state, range(state.settings.engine_slots), Holder.ENGINE)
+    return replace(state, phase_epoch=state.epoch)
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
@@ -83,11 +94,13 @@ def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> Decision:
 
 def finish(state: State) -> Decision:
     """Ends the run; only Resumed with more steps goes on from here."""
-    return Decision(state, (FinishRun(""),))
+    return Decision(replace(state, paused=False), (FinishRun(""),))
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the newest step whose tasks are drawn, or about to be, the last one."""
-    drawn = state.rollouts.step + state.rollouts.drawing
-    last = min(state.settings.total_steps, drawn)
-    return Decision(replace(state, settings=replace(state.settings, total_steps=last)))
+    """Makes the newest step whose tasks are drawn, or about to be, the last one; a paused run is
+    paused no longer.
+    """
+    last = min(state.settings.total_steps, state.rollouts.begun)
+    settings = replace(state.settings, total_steps=last)
+    return Decision(replace(state, settings=settings, paused=False))

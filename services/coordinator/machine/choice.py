@@ -1,7 +1,8 @@
-"""Keeps the drafter that an operator chooses: by a pin until it is taken away, by a rollback for a
-step.
+"""Keeps what an operator chooses: whether the run pauses, and which drafter serves, by a pin until
+it is taken away, by a rollback for a step.
 
-Either has its effect with the next commit. What the gate promotes meanwhile waits.
+A paused run rests when what is under way has ended. A drafter is served with the next commit; what
+the gate promotes meanwhile waits.
 """
 
 from __future__ import annotations
@@ -22,8 +23,30 @@ class Objection(NamedTuple):
     allowed: str
 
 
-def objection(state: State, event: events.DrafterChosen) -> Objection | None:
+Choice = events.Paused | events.Continued | events.DrafterChosen | events.DrafterUnpinned
+
+
+def objection(state: State, event: Choice) -> Objection | None:
     """What speaks against a choice now; None when nothing does."""
+    match event:
+        case events.Paused():
+            return _against_pause(state)
+        case events.DrafterChosen():
+            return _against_drafter(state, event)
+    return None
+
+
+def _against_pause(state: State) -> Objection | None:
+    begun, steps = state.rollouts.begun, state.settings.total_steps
+    if begun < steps:
+        return None
+    seen = f"{begun} of {steps} steps have begun, {state.doing}"
+    return Objection(
+        "no step is left for a pause to hold back", seen, "a run with steps that have not begun"
+    )
+
+
+def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | None:
     serving, previous = state.versions.drafter, state.previous_drafter
     if not _commits_follow(state):
         return Objection("no commit follows in this run", state.doing, "a step that is to end")
@@ -49,6 +72,20 @@ def objection(state: State, event: events.DrafterChosen) -> Objection | None:
             " or ".join(f"d{version}" for version in kept),
         )
     return None
+
+
+def paused(state: State, event: events.Paused) -> Decision:
+    """No tasks are drawn and no slot is leased to the drafter from now on; refused where no step is
+    left.
+    """
+    if objection(state, event) is not None:
+        return refused(state, event, state.rollouts.begun, state.settings.total_steps)
+    return Decision(replace(state, paused=True))
+
+
+def continued(state: State, event: events.Continued) -> Decision:
+    """Tasks may be drawn again."""
+    return Decision(replace(state, paused=False))
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
@@ -93,4 +130,4 @@ def _commits_follow(state: State) -> bool:
     steps_left = state.settings.total_steps - state.step
     if state.learner.phase is Phase.COMMIT:
         steps_left -= 1
-    return state.phase in (Phase.RUNNING, Phase.EVALUATE) and steps_left > 0
+    return state.phase in (Phase.RUNNING, Phase.PAUSED, Phase.EVALUATE) and steps_left > 0

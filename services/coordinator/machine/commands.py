@@ -42,8 +42,10 @@ class RunTasks(StepCommand):
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeRollouts(StepCommand):
-    """Let the workers go on with the requests that they hold; only a failure is answered."""
+class ResumeWorkers(StepCommand):
+    """Have lent and suspended workers serve, and go on with the requests that they hold; only a
+    failure is answered.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,10 +132,13 @@ def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
 
 
 def _due(state: State) -> bool:
-    """Whether this is one of the drafter's steps, and its trainer is there and holds nothing."""
+    """Whether this is one of the drafter's steps, in a run that is not to rest, and its trainer is
+    there and holds nothing.
+    """
     settings = state.settings
     return (
         settings.drafter_enabled
+        and not state.paused
         and state.step % settings.training_interval_steps == 0
         and state.lease is None
         and not state.drafter_benched
@@ -153,7 +156,7 @@ def _lease(state: State) -> Decision:
 
 def _widen(state: State, lease: DrafterLease) -> Decision | None:
     """More slots under the lease's own epoch, which ends for all of them at once."""
-    if lease.preempting or lease.attached < len(lease.slots):
+    if state.paused or lease.preempting or lease.attached < len(lease.slots):
         return None
     state, joining = _lease_more(state, lease)
     if not joining:

@@ -246,6 +246,16 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Paused(Event):
+    """An operator wants the run to rest when what is under way has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued(Event):
+    """An operator wants a paused run to go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterChosen(Event):
     """An operator wants a drafter to serve: until it is unpinned, or, after a rollback, for a step
     at least. Version None is the serving one for a pin, the one before for a rollback.

@@ -30,6 +30,7 @@ CALLED_IN: dict[Phase, tuple[Service, ...]] = {
     Phase.ROLLOUT: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.POLICY: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.COMMIT: (Service.GATEWAY,),
+    Phase.PAUSED: (Service.GATEWAY,),
     Phase.CLOSING: (Service.POLICY_TRAINER,),
 }
 """Services whose answer a phase waits for: when one comes back the phase's calls are made again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from coordinator.machine.commands import Command, ResumeRollouts, RunTasks
+from coordinator.machine.commands import Command, ResumeWorkers, RunTasks
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import (
     GroupClosed,
@@ -55,7 +55,7 @@ def generate(state: State) -> Decision:
         RunTasks(step, epoch, state.versions) for step, epoch in epochs.items()
     ]
     if suspended and goes_on:
-        commands.insert(0, ResumeRollouts(state.step, state.epoch))
+        commands.insert(0, ResumeWorkers(state.step, state.epoch))
     return Decision(_called(state, epochs), tuple(commands))
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from coordinator.machine.commands import BeginStep
 from coordinator.machine.decision import Decision
 from coordinator.machine.drafter import lease_released, preempt
+from coordinator.machine.moves import free_slots, held_by
 from coordinator.machine.schedule import (
     at_rest,
     may_call,
@@ -17,7 +18,9 @@ from coordinator.machine.schedule import (
     may_draw,
     may_take_turn,
     next_batch,
+    pauses,
 )
+from coordinator.machine.slots import Holder
 from coordinator.machine.state import DrawnStep, Phase, Portion, State, with_learner, with_rollouts
 
 
@@ -72,16 +75,28 @@ def draw_tasks(state: State) -> Decision | None:
 
 
 def rest(state: State) -> Decision | None:
-    """Between two steps the run is evaluated or ends, without a drafter on the slots."""
+    """Between two steps the run pauses, is evaluated or ends, without a drafter on the slots."""
     over = state.step >= state.settings.total_steps
-    if not at_rest(state) or not (state.evaluations or over):
+    if state.phase is Phase.PAUSED or not at_rest(state):
+        return None
+    if not (pauses(state) or state.evaluations or over):
         return None
     if state.lease is not None:
         return preempt(state)
+    if pauses(state):
+        return Decision(state, enters=Phase.PAUSED)
     return Decision(state, enters=Phase.EVALUATE if state.evaluations else Phase.CLOSING)
 
 
+def go_on(state: State) -> Decision | None:
+    """A run that is paused no longer, or whose steps are all done, leaves its rest."""
+    if state.phase is not Phase.PAUSED or pauses(state):
+        return None
+    return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.RUNNING)
+
+
 RULES: tuple[Callable[[State], Decision | None], ...] = (
+    go_on,
     commit_set,
     train_policy,
     take_batch,
@@ -94,7 +109,7 @@ RULES: tuple[Callable[[State], Decision | None], ...] = (
 
 def follow(state: State) -> Decision | None:
     """What begins now; None when nothing does."""
-    if state.phase is not Phase.RUNNING:
+    if state.phase not in (Phase.RUNNING, Phase.PAUSED):
         return None
     for rule in RULES:
         decision = rule(state)

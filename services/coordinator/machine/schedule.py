@@ -10,7 +10,7 @@ commit. They differ here and nowhere else.
 
 Colocated tracks take turns on the slots: the policy trains when all rollouts have ended or, in
 `fully_async`, are suspended, and no rollout begins while it holds or needs the slots. Both tracks
-come to rest before an evaluation and before the run ends.
+come to rest before an evaluation, in a pause, and before the run ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def capacity(
 def may_draw(state: State) -> bool:
     """Whether the next step's tasks may begin."""
     settings, rollouts = state.settings, state.rollouts
-    if rollouts.drawing or rollouts.step >= settings.total_steps or not _before_evaluations(state):
+    if state.paused or rollouts.drawing or rollouts.step >= settings.total_steps:
+        return False
+    if not _before_evaluations(state):
         return False
     overlaps = settings.schedule is Schedule.FULLY_ASYNC
     if not overlaps and (rollouts.running or state.committing is not None):
@@ -133,6 +135,11 @@ def at_rest(state: State) -> bool:
     rollouts, learner = state.rollouts, state.learner
     idle = rollouts.phase is Phase.READY and learner.phase is Phase.IDLE
     return idle and not rollouts.drawing and rollouts.step == learner.step
+
+
+def pauses(state: State) -> bool:
+    """Whether the run is to stay at rest: one whose steps are all done ends nevertheless."""
+    return state.paused and state.step < state.settings.total_steps
 
 
 def evaluations_due(settings: RunSettings, finished: int) -> tuple[Evaluation, ...]:

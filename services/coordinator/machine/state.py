@@ -29,6 +29,7 @@ class Phase(StrEnum):
 
     NEW = "new"
     RUNNING = "running"
+    PAUSED = "paused"  # at rest: the engine has all workers' slots
     EVALUATE = "evaluate"
     CLOSING = "closing"
     FINISHED = "finished"
@@ -110,6 +111,11 @@ class RolloutTrack:
     damaged: bool = False  # its calls wait for the next set: nobody has the one that serves
 
     @property
+    def begun(self) -> int:
+        """Number of steps whose tasks are drawn, or about to be."""
+        return self.step + self.drawing
+
+    @property
     def running(self) -> tuple[DrawnStep, ...]:
         """Draws whose samples have not all ended."""
         return tuple(draw for draw in self.draws if not draw.finished)
@@ -135,7 +141,7 @@ class State:
     rollouts: RolloutTrack = RolloutTrack()
     learner: LearnerTrack = LearnerTrack()
     epoch: int = 0  # highest epoch given out
-    phase_epoch: int = 0  # epoch of the call that EVALUATE or CLOSING waits for
+    phase_epoch: int = 0  # epoch of the call that EVALUATE, PAUSED or CLOSING has made
     slots: Row[Slot] = field(default_factory=lambda: slot_row(()))
     workers: Row[WorkerState] = field(default_factory=lambda: worker_row(()))
     lease: DrafterLease | None = None
@@ -149,6 +155,7 @@ class State:
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
+    paused: bool = False  # an operator wants no step to begin
     drafter_benched: bool = False  # it has failed: no lease before the next share
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()

@@ -64,7 +64,8 @@ class PhaseRow(NamedTuple):
 
 RUN: dict[Phase, PhaseRow] = {
     Phase.NEW: PhaseRow(Decision, (Phase.RUNNING,)),
-    Phase.RUNNING: PhaseRow(Decision, (Phase.EVALUATE, Phase.CLOSING)),
+    Phase.RUNNING: PhaseRow(Decision, (Phase.PAUSED, Phase.EVALUATE, Phase.CLOSING)),
+    Phase.PAUSED: PhaseRow(boundary.pause, (Phase.RUNNING,)),
     Phase.EVALUATE: PhaseRow(boundary.evaluate, (Phase.RUNNING,)),
     Phase.CLOSING: PhaseRow(boundary.close, (Phase.FINISHED, Phase.RUNNING)),
     Phase.FINISHED: PhaseRow(boundary.finish, (Phase.RUNNING,)),
@@ -102,6 +103,8 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.RunStarted: EventRow({Phase.NEW}, begin, boundary.run_started),
     events.Resumed: EventRow(BEGUN, none, boundary.resumed),
     events.StopRequested: EventRow(LIVE, none, boundary.stop_requested),
+    events.Paused: EventRow(LIVE, none, choice.paused),
+    events.Continued: EventRow(LIVE, none, choice.continued),
     events.DrafterChosen: EventRow(LIVE, none, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),

@@ -96,6 +96,22 @@ def test_a_run_that_has_not_begun_says_nothing_about_its_length() -> None:
     assert (state.total_steps, state.phase) == (12, "evaluate")
 
 
+def test_a_run_that_comes_to_rest_is_shown_as_paused_until_it_goes_on() -> None:
+    state = RunState(RUN, 9, lambda record: None)
+    state.take_fact(pb.Fact(slots=[pb.SlotRange(first=0, count=2, holder=pb.HOLDER_POLICY)]))
+    rests = [pb.SlotRange(first=0, count=2, holder=pb.HOLDER_ENGINE)]
+    phases = []
+    for fact in (
+        pb.Fact(slots=rests, paused=True),
+        pb.Fact(services_away=pb.ServicesAway(services=["drafter_trainer"])),
+        pb.Fact(paused=False),
+        pb.Fact(step_began=pb.StepBegan(samples=8)),
+    ):
+        state.take_fact(fact)
+        phases.append(state.phase)
+    assert phases == ["paused", "paused", "ready", "rollout"]
+
+
 def test_a_failed_run_that_begins_again_is_not_failed() -> None:
     state = RunState(RUN, 10, lambda _: None)
     state.take_fact(pb.Fact(run_finished=pb.RunFinished(failure="the gateway kept failing")))

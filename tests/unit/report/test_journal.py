@@ -51,6 +51,22 @@ def test_time_without_a_coordinator_is_told_apart(tmp_path: Path, synthetic: Mod
     assert history.away_s == pytest.approx(middle["at_s"] - entries[-4]["at_s"])
 
 
+def test_so_is_the_time_in_which_a_run_was_paused(tmp_path: Path, synthetic: ModuleType) -> None:
+    entries = list(synthetic.entries(2))
+    began = next(i for i, entry in enumerate(entries) if entry["step"] == 1)
+    resting = entries[began - 1] | {"phase": "paused"}
+    asked = resting | {"event": "Paused", "data": {}, "at_s": resting["at_s"] + 5.0, "slots": []}
+    continued = asked | {"event": "Continued", "phase": "ready", "at_s": resting["at_s"] + 50.0}
+    later = [entry | {"at_s": entry["at_s"] + 50.0} for entry in entries[began:]]
+    lines = [*entries[: began - 1], resting, asked, continued, *later]
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(pack_entry(line) + b"\n" for line in lines))
+    history = read_history(tmp_path / "journal.jsonl")
+    assert history.away_s == pytest.approx(50.0)
+    assert history.ended_s - history.began_s == pytest.approx(
+        entries[-1]["at_s"] - entries[0]["at_s"] + 50.0
+    )
+
+
 def test_what_a_journal_tells_twice_counts_once(
     tmp_path: Path, history: RunHistory, synthetic: ModuleType
 ) -> None:

@@ -76,6 +76,25 @@ def test_a_failure_and_a_new_set_are_facts() -> None:
     assert not found.HasField("run_finished")
 
 
+def test_a_run_that_comes_to_rest_in_a_pause_and_goes_on_is_a_fact_each() -> None:
+    state, _ = told(State(), events.RunStarted(1.0, RunSettings(total_steps=2), VersionSet()))
+    found: list[bool] = []
+    for event in (
+        events.StepBegan(2.0, 0),
+        events.Paused(2.5),
+        events.TasksFinished(3.0, 1),
+        events.PolicyPrepared(4.0, 2, 1),
+        events.Committed(5.0, VersionSet(1, 1, 0)),
+        events.Paused(6.0),
+        events.Continued(7.0),
+        events.Continued(8.0),
+    ):
+        state, one = told(state, event)
+        if one is not None and one.HasField("paused"):
+            found.append(one.paused)
+    assert found == [True, False]
+
+
 def test_services_that_are_lost_and_back_are_facts() -> None:
     state, _ = told(State(), events.RunStarted(1.0, RunSettings(), VersionSet()))
     found: list[list[str]] = []

@@ -102,7 +102,8 @@ def test_workers_move_as_drawn_and_in_no_other_way(before: WorkerState, cause: C
 
 DIAGRAM = {
     "new": {"running"},
-    "running": {"evaluate", "closing"},
+    "running": {"paused", "evaluate", "closing"},
+    "paused": {"running"},
     "evaluate": {"running"},
     "closing": {"finished", "running"},
     "finished": {"running"},
@@ -519,12 +520,20 @@ def closing() -> State:
     return step(stopped, events.Committed(7, VersionSet(1, 1, 0)))[0]
 
 
+def paused() -> State:
+    """One step has ended, and an operator lets no other begin."""
+    state = run(in_commit(), events.Paused(6), events.Committed(7, VersionSet(1, 1, 0)))[0]
+    assert state.phase is Phase.PAUSED
+    return state
+
+
 SITUATIONS = {
     "evaluate": (evaluating, commands.Evaluate, {Service.GATEWAY, Service.POLICY_TRAINER}),
     "rollout": (begun, commands.RunTasks, {Service.GATEWAY, Service.POLICY_TRAINER}),
     "policy": (in_policy, commands.TrainPolicy, {Service.GATEWAY, Service.POLICY_TRAINER}),
     "commit": (in_commit, commands.Commit, {Service.GATEWAY}),
     "closing": (closing, commands.SaveCheckpoints, {Service.POLICY_TRAINER}),
+    "paused": (paused, commands.ResumeWorkers, {Service.GATEWAY}),
 }
 
 
