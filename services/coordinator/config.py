@@ -267,6 +267,7 @@ class CoordinatorConfig(ServiceConfig):
             learner_slots=self.learner_slots,
             commit_mode=self.commit_mode,
             groups_per_step=self.prompts_per_step,
+            samples_per_group=self.samples_per_task,
             max_groups_in_flight=self.max_groups_in_flight,
         )
 

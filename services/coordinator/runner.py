@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from coordinator.calls import traffic
 from coordinator.calls.base import Calls
 from coordinator.calls.executor import CLOSE_S, Executor, until_gone
-from coordinator.calls.gateway import run_started
+from coordinator.calls.gateway import run_resumed, run_started
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
@@ -187,11 +187,12 @@ class Runner:
 
     async def _begin(self) -> None:
         state = self.transitions.state
-        new = state.phase is Phase.NEW
-        if state.phase is not Phase.FINISHED or state.step < self._config.steps:
-            await self._wait_for_peers()
-        resumed = events.Resumed(self.now(), self._config.steps)
-        await self._apply(await run_started(self._calls) if new else resumed)
+        if state.phase is Phase.FINISHED and state.step >= self._config.steps:
+            await self._apply(events.Resumed(self.now(), self._config.steps))
+            return
+        await self._wait_for_peers()
+        begins = run_started if state.phase is Phase.NEW else run_resumed
+        await self._apply(await begins(self._calls))
 
     async def _wait_for_peers(self) -> None:
         for service in (one for one in Service if one not in OPTIONAL):

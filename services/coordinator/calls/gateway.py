@@ -15,9 +15,10 @@ from coordinator.calls.slots import resume
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.settings import Schedule
+from coordinator.machine.settings import KEPT, RunSettings, Schedule
 from coordinator.machine.state import Evaluation, Service
 from paceline.errors import (
+    ConfigError,
     FailedPrecondition,
     InvalidInput,
     MissingCapability,
@@ -36,15 +37,36 @@ async def run_started(calls: Calls) -> events.RunStarted:
 
     Raises FailedPrecondition when it has no workers.
     """
+    settings = await _settings(calls)
+    served = await versions_at_gateway(calls, _QUERY_DEADLINE_S)
+    if not settings.workers:
+        raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
+    return events.RunStarted(calls.now(), settings, versions_from_proto(served.versions))
+
+
+async def run_resumed(calls: Calls) -> events.Resumed:
+    """The run goes on. Raises ConfigError for other settings than it has begun with, of those that
+    it keeps.
+    """
+    began, now = calls.state().settings, await _settings(calls)
+    changed = [name for name in KEPT if getattr(now, name) != getattr(began, name)]
+    if changed:
+        seen, kept = (
+            ", ".join(f"{KEPT[name]}={getattr(settings, name)}" for name in changed)
+            for settings in (now, began)
+        )
+        message = f"run {calls.config.run.id} has begun with other settings"
+        raise ConfigError(message, seen=seen, allowed=f"{kept}, or a run.id of its own")
+    return events.Resumed(calls.now(), calls.config.steps)
+
+
+async def _settings(calls: Calls) -> RunSettings:
+    """What the configuration and the gateway ask for now."""
     with rpc_errors():
         status = await calls.peers.rollout.GetStatus(
             rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
         )
-    served = await versions_at_gateway(calls, _QUERY_DEADLINE_S)
-    if not status.workers:
-        raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
-    settings = calls.config.machine_settings(len(status.workers))
-    return events.RunStarted(calls.now(), settings, versions_from_proto(served.versions))
+    return calls.config.machine_settings(len(status.workers))
 
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:

@@ -29,6 +29,21 @@ class CommitMode(StrEnum):
     ABORT = "abort"  # they begin again
 
 
+KEPT = {
+    "workers": "gateway.engine.workers",
+    "slots_per_worker": "coordinator.slots_per_worker",
+    "learner_slots": "coordinator.learner_slots",
+    "placement": "coordinator.placement",
+    "schedule": "coordinator.schedule",
+    "max_policy_lag": "coordinator.max_policy_lag",
+    "groups_per_step": "coordinator.prompts_per_step",
+    "samples_per_group": "coordinator.samples_per_task",
+}
+"""What a run keeps from its begin to its end, since its state is counted in it: field of
+RunSettings, and the setting that it comes from.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """What the machine decides by; journaled with RunStarted so that a replay needs no config."""
@@ -53,6 +68,7 @@ class RunSettings:
     learner_slots: int = 0  # of the policy alone, behind those of the workers
     commit_mode: CommitMode = CommitMode.IN_PLACE
     groups_per_step: int = 1
+    samples_per_group: int = 1  # asked for
     max_groups_in_flight: int = 0  # 0: no limit but that of max_policy_lag
 
     @property
