@@ -13,7 +13,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -24,30 +24,23 @@ import zmq
 import zmq.asyncio
 from redis.commands.core import AsyncScript
 
+from benchmarks.coordinator_events import one_step, run_started
 from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES
 from benchmarks.options import above_zero, counts
 from benchmarks.processes import BenchChild, child, redis_server
 from benchmarks.result import BenchResult, Goal, Row, at_least, at_most, say
 from benchmarks.simulation.sections import simulated
 from coordinator.journal.journal import TOGETHER, Journal
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import State
 from coordinator.transitions import Transitions
 from paceline.events import FactPublisher
 from paceline.streams import connect
 from paceline.streams.journal_line import unpack_entry
 from paceline.streams.journal_pages import journal_lines
 from paceline.telemetry.log import configure_log
-from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import Fact
 
 EVENTS_GOAL, LATENCY_GOAL = 5000.0, 3.0
 LISTENERS = "benchmarks.listeners"
-SHARES_PER_LEASE = 8
-"""The drafter is done after so many shares, and gets the next slots."""
-STEPS = 1_000_000
 MEASURED, SIMULATED = PARTS = "decisions", "simulation"
 
 
@@ -156,7 +149,7 @@ async def _rate(slots: int, wanted: int, at_once: int) -> dict[str, float]:
         )
         await listener.answer()
         await _spoken_to(bench, listener)
-        await bench.transitions.apply(_started(slots))
+        await bench.transitions.apply(run_started(slots))
         count = steps = 0
         bench.told, bench.redis.append_s = 0, 0.0
         began, worked = time.perf_counter(), time.thread_time()
@@ -202,7 +195,7 @@ async def _latency(slots: int, decisions: int) -> Row:
                 await publish()
         while await answers.poll(200):
             await answers.recv()
-        await bench.transitions.apply(_started(slots))
+        await bench.transitions.apply(run_started(slots))
         await answers.recv()
         times: dict[str, list[float]] = {"bare": [], "decision": [], "Redis apart": []}
         while len(times["decision"]) < decisions:
@@ -267,44 +260,6 @@ async def _journal_bytes(bench: Bench) -> tuple[float, int]:
         beyond.append(len(line) - (len(json.dumps(details)) if details else 0))
         whole += len(line)
     return statistics.mean(beyond), whole
-
-
-def _started(slots: int) -> Event:
-    settings = RunSettings(workers=slots, total_steps=STEPS, training_interval_steps=1)
-    return events.RunStarted(_now(), settings, VersionSet())
-
-
-def one_step(run: Transitions, at_once: int = 1) -> Iterator[list[Event]]:
-    """The events of a step, those together that wait at the same time: at most `at_once` shares.
-    Each list is made from the state that the one before has left.
-    """
-
-    def state() -> State:
-        return run.state
-
-    def lease() -> int:
-        return state().lease_epoch
-
-    yield [events.StepBegan(_now(), state().step, f"00-{1:032x}-{1:016x}-01")]
-    epoch, workers = state().rollouts.epoch, state().settings.workers
-    for first in range(0, workers, at_once):
-        end = min(first + at_once, workers)
-        yield [events.ShareDone(_now(), epoch, worker) for worker in range(first, end)]
-        if state().lease is not None and end % SHARES_PER_LEASE == 0:
-            yield [events.Detached(_now(), lease(), "epochs", {"steps": 3, "tokens": 900})]
-    yield [events.TasksFinished(_now(), epoch, {"response_tokens": 5000, "rollout_s": 2.0})]
-    if state().lease is not None:
-        yield [events.Preempted(_now(), lease())]
-    version, epoch = state().versions.policy + 1, state().learner.epoch
-    yield [events.PolicyStepped(_now(), epoch, version, {"loss": 0.5})]
-    yield [events.PolicyPrepared(_now(), epoch, version)]
-    committing = state().committing
-    assert committing is not None
-    yield [events.Committed(_now(), committing)]
-
-
-def _now() -> float:
-    return round(time.time(), 6)
 
 
 def _middle(values: list[float]) -> float:

@@ -15,29 +15,25 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from benchmarks.chaos.inject import Injected, Injector
+from benchmarks.chaos.inject import Injector
 from benchmarks.chaos.remains import read_remains
+from benchmarks.chaos.report import Course, lines, report
 from benchmarks.chaos.schedule import KINDS, Fault, deal
-from benchmarks.chaos.system import PROMPTS, RUN_ID, SAMPLES, System
-from benchmarks.chaos.verdict import RunVerdict, judge
+from benchmarks.chaos.settings import PROMPTS, RUN_ID, SAMPLES
+from benchmarks.chaos.system import System
+from benchmarks.chaos.verdict import judge
 from benchmarks.options import above_zero, not_negative
-from benchmarks.result import Goal, machine
 from paceline.errors import PacelineError
 from paceline.local.patience import patient
 
 DISK_BYTES = 768 << 20
-MEDIAN_S, WORST_S = 6.0, 15.0
 _DISK = "PACELINE_CHAOS_DISK"  # where this process has mounted one of its own
 _STEPS = 1_000_000
 _UNDISTURBED_S = 3600.0
@@ -130,24 +126,13 @@ async def _run(options: argparse.Namespace, place: Path) -> int:
         await _undisturbed(place / "b", options.seed, steps)
         other = read_remains(place / "b", RUN_ID)
     verdict = judge(read_remains(place / "a", RUN_ID), steps, PROMPTS, SAMPLES, other)
-    facts = report(options.seed, course, verdict)
-    facts["began"] = began
+    facts = {**report(options.seed, course, verdict), "began": began}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(facts, indent=1) + "\n")
-    _show(facts)
+    for line in lines(facts):
+        say(line)
     say(str(options.out))
     return 1 if verdict.broken or course.failure or course.left else 0
-
-
-@dataclass
-class Course:
-    """How a run under faults went."""
-
-    done: list[Injected] = field(default_factory=list)
-    runs_ended: list[str] = field(default_factory=list)  # why it had to be started again
-    left: list[str] = field(default_factory=list)  # processes that outlived it
-    failure: str = ""  # what it did not survive
-    steps: int = 0
 
 
 async def _under_faults(directory: Path, seed: int, faults: Sequence[Fault]) -> Course:
@@ -177,73 +162,6 @@ async def _under_faults(directory: Path, seed: int, faults: Sequence[Fault]) -> 
 async def _undisturbed(directory: Path, seed: int, steps: int) -> None:
     async with System(directory, seed, steps) as system, asyncio.timeout(patient(_UNDISTURBED_S)):
         await system.ended()
-
-
-def report(seed: int, course: Course, verdict: RunVerdict) -> dict[str, Any]:
-    """What the JSON file holds."""
-    done = course.done
-    by_kind = defaultdict[str, list[Injected]](list)
-    for one in done:
-        by_kind[one.kind].append(one)
-    all_s = _spread([one.recovery_s for one in done])
-    wrong = {
-        name: len(getattr(verdict, name))
-        for name in ("lost", "duplicated", "wrong_weights", "disordered", "differing")
-    }
-    goals = [Goal(name, 0, value, value == 0) for name, value in wrong.items()]
-    goals.append(
-        Goal("recovery median s, below", MEDIAN_S, all_s["median"], all_s["median"] < MEDIAN_S)
-    )
-    goals.append(Goal("recovery worst s, below", WORST_S, all_s["worst"], all_s["worst"] < WORST_S))
-    return {
-        "seed": seed,
-        "faults": len(done),
-        **wrong,
-        "found": {name: getattr(verdict, name)[:20] for name in wrong},
-        "failure": course.failure,
-        "left_over": course.left,
-        "steps": course.steps,
-        "samples": verdict.samples,
-        "trained": verdict.trained,
-        "reported": dict(verdict.reported),
-        "versions_compared": verdict.versions,
-        "samples_compared": verdict.compared,
-        "samples_not_comparable": verdict.not_comparable,
-        "steps_with_near_ties": verdict.near_ties,
-        "runs_ended": course.runs_ended,
-        "recovery_s": all_s,
-        "whole_s": _spread([one.whole_s for one in done]),
-        "recovery_s_by_kind": {
-            kind: {"faults": len(found), **_spread([one.recovery_s for one in found])}
-            for kind, found in sorted(by_kind.items())
-        },
-        "goals": [asdict(goal) for goal in goals],
-        "log": [asdict(one) for one in done],
-        "machine": machine(),
-    }
-
-
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    if not seconds:
-        return {"median": 0.0, "worst": 0.0}
-    return {"median": round(statistics.median(seconds), 2), "worst": round(max(seconds), 2)}
-
-
-def _show(facts: dict[str, Any]) -> None:
-    for kind, figures in facts["recovery_s_by_kind"].items():
-        say(f"{kind:38} {figures['faults']:3} {figures['median']:7.1f} {figures['worst']:7.1f} s")
-    for found in facts["found"].values():
-        for line in found:
-            say(f"wrong: {line}")
-    for goal in facts["goals"]:
-        word = "met   " if goal["met"] else "MISSED"
-        say(f"{word} {goal['name']} {goal['goal']}: {goal['value']}")
-    say(
-        f"{facts['faults']} faults in {facts['steps']} steps; {facts['trained']} of "
-        f"{facts['samples']} samples trained, reported {facts['reported']}; weights of "
-        f"{facts['versions_compared']} versions and tokens of {facts['samples_compared']} samples "
-        f"compared"
-    )
 
 
 if __name__ == "__main__":

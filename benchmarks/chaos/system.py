@@ -19,17 +19,15 @@ from benchmarks.chaos.happenings import Happening, Happenings
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.remains import WEIGHTS
 from benchmarks.chaos.schedule import SUPERVISOR, Trigger
-from paceline.cli.run_files import EXAMPLES, repository_root
-from paceline.config.tables import Tree, merge, read_tables, write_tables
+from benchmarks.chaos.settings import RUN_ID, settings
+from paceline.config.tables import merge, write_tables
 from paceline.errors import FailedPrecondition, PacelineError
 from paceline.events import FactSubscriber
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 from paceline.v1.coordinator_pb2 import HOLDER_DRAFTER, HOLDER_POLICY, Fact
 
-RUN_ID = "chaos"
 CONSOLE, ENDED = "console", "ended"
-PROMPTS, SAMPLES, TOKENS = 4, 4, 32
 START_S, COMMIT_S = 120.0, 120.0
 _MARK = "PACELINE_CHAOS_RUN"
 _DOWN = ("started", "died", "restarted", "waits", "impaired", "given_up", "stopped")
@@ -50,43 +48,6 @@ _PARTS = {
 def service_of(target: str) -> str:
     """The service whose console lines tell of a target."""
     return _PARTS.get(target, (target.replace(" ", "_"), ""))[0]
-
-
-def settings(directory: Path, seed: int, steps: int, ports: list[int]) -> Tree:
-    """The demo at its smallest: no evaluations, a checkpoint a step, a ledger that forgets
-    nothing.
-    """
-    root = repository_root()
-    tree = read_tables(root / EXAMPLES / "demo.toml")
-    for section, keys in tree.items():
-        for key, value in keys.items():
-            if isinstance(value, str) and value.startswith(str(EXAMPLES)):
-                tree[section][key] = str(root / value)
-    run = directory / "run"
-    names = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
-    addresses = {name: f"127.0.0.1:{port}" for name, port in zip(names, ports, strict=False)}
-    addresses["events"] = f"tcp://127.0.0.1:{ports[len(names)]}"
-    merge(
-        tree,
-        {
-            "run": {"id": RUN_ID, "dir": str(run), "seed": seed},
-            "addresses": addresses,
-            "telemetry": {"spans_dir": str(run / "spans")},
-            "coordinator": {
-                "steps": steps,
-                "heldout_path": "",
-                "prompts_per_step": PROMPTS,
-                "samples_per_task": SAMPLES,
-                "sampling": {"max_tokens": TOKENS},
-            },
-            "policy_trainer": {
-                "checkpoint_interval_steps": 1,
-                "ledger_keep": 1_000_000,
-                "ranks": 2,
-            },
-        },
-    )
-    return tree
 
 
 class System:
