@@ -162,11 +162,13 @@ def main() -> None:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # whoever started it ends it
+    gc.disable()  # a quarter of the time of an import of torch and transformers
     for module in sys.argv[1:]:
         with suppress(Exception, SystemExit):  # it is imported again, and fails, in the fork
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection would write to the pages that are shared
+    gc.enable()
     parent, own_pid = socket.socket(fileno=0), os.getpid()
 
     def tell(pid: int, code: int | None) -> None:
