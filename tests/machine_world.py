@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -95,6 +97,7 @@ class Explored:
     """Every world that can be reached."""
 
     worlds: list[World] = field(default_factory=list)
+    states: dict[State, State] = field(default_factory=dict)  # each state is one object
     moves: int = 0
     before: dict[int, list[int]] = field(default_factory=dict)  # by world, without faults, pauses
 
@@ -112,32 +115,80 @@ class Explored:
         return found
 
 
-Check = Callable[[World, Move, World], None]
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What must hold, each by what it depends on; a check raises AssertionError."""
+
+    state: Callable[[State], None]  # every state
+    change: Callable[[State, State], None]  # every state and the one before it
+    move: Callable[[World, Move, World], None]
 
 
-def explore(settings: RunSettings, faults: int, check: Check, pauses: int = 0) -> Explored:
+def explore(settings: RunSettings, faults: int, checks: Checks, pauses: int = 0) -> Explored:
     """Every interleaving of a run with at most so many faults, and words of an operator about a
-    pause; `check` sees every move.
+    pause; `checks` see all of it.
     """
+    with _without_collections():
+        return _explore(settings, faults, checks, pauses)
+
+
+def _explore(settings: RunSettings, faults: int, checks: Checks, pauses: int) -> Explored:
     state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
     first = World(state, made((), issued), faults, pauses)
-    found, numbers = Explored([first]), {key(first): 0}
-    waiting = deque([0])
+    found, numbers = Explored([first], {state: state}), _Numbers(first)
+    waiting, changes = deque([0]), set[tuple[int, int]]()
     while waiting:
         number = waiting.popleft()
         world = found.worlds[number]
         for move in moves(world):
             found.moves += 1
             after = play(world, move)
-            check(world, move, after)
-            name = key(after)
-            if name not in numbers:
-                numbers[name] = len(found.worlds)
+            state = found.states.setdefault(after.state, after.state)
+            try:
+                if state is after.state is not world.state:
+                    checks.state(state)
+                after = after._replace(state=state)
+                if (change := (id(world.state), id(state))) not in changes:
+                    checks.change(world.state, state)
+                    changes.add(change)
+                checks.move(world, move, after)
+            except AssertionError as error:
+                called = f"{move.event} in {world.state} with {world.calls}"
+                error.add_note(f"{called} gives {after.state}")
+                raise
+            reached = numbers.of(after)
+            if reached == len(found.worlds):
                 found.worlds.append(after)
-                waiting.append(numbers[name])
+                waiting.append(reached)
             if not move.faults and not move.pauses:
-                found.before.setdefault(numbers[name], []).append(number)
+                found.before.setdefault(reached, []).append(number)
     return found
+
+
+class _Numbers:
+    """Numbers of worlds by their names; the same world again needs no name."""
+
+    def __init__(self, first: World) -> None:
+        self._by_name = {key(first): 0}
+        self._by_world: dict[tuple[object, ...], int] = {}
+
+    def of(self, world: World) -> int:
+        """A new world's number is that of the worlds before it."""
+        same = (id(world.state), world.calls, world.faults, world.pauses)
+        if (number := self._by_world.get(same)) is None:
+            number = self._by_name.setdefault(key(world), len(self._by_name))
+            self._by_world[same] = number
+        return number
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Worlds hold no circles, and looking for some among 100,000 of them takes its time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def play(world: World, move: Move) -> World:

@@ -139,7 +139,10 @@ EVENTS: dict[type[events.Event], EventRow] = {
 
 def step(state: State, event: events.Event) -> tuple[State, tuple[Command, ...]]:
     """The state after `event` and what is to be done. Raises MachineError for an illegal event."""
+    before = state
     state, commands, entered = _handle(state, event)
+    if state is before and entered is None:
+        return state, commands  # nothing has changed, so nothing begins
     while True:
         if entered is not None:
             state, more, entered = _enter(state, entered)
