@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -31,12 +33,38 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# One thread each, here and in every process that a test starts: several tests share the cores, and
+# a second thread for tiny products only waits for the first.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # while test modules import torch and transformers it finds nothing, and takes its time
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: nobody need look through it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def timeout_of(item: pytest.Item) -> float:
+    """Seconds that a test may take on a quiet machine."""
+    marked = item.get_closest_marker("timeout")
+    return float(marked.args[0] if marked else item.config.getvalue("timeout"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that may take longest come first: begun last, they would leave other workers idle."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        longest[item.path] = max(longest.get(item.path, 0.0), timeout_of(item))
+    items.sort(key=lambda item: -longest[item.path])
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test's timeout follows the machine, as the deadlines within it do."""
-    marked = item.get_closest_marker("timeout")
-    seconds = marked.args[0] if marked else float(item.config.getvalue("timeout"))
-    item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
+    item.add_marker(pytest.mark.timeout(patient(timeout_of(item))), append=False)
     return (yield)
 
 

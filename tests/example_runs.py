@@ -35,7 +35,7 @@ def run_example(
 @contextmanager
 def background(*words: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`paceline <words>` from the repository's root, ended by Ctrl-C with the block."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = dict(os.environ)
     environment.pop("REDIS_URL", None)
     command = [sys.executable, "-m", "paceline.cli.main", *words]
     with log.open("wb") as output:

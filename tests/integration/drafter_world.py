@@ -5,7 +5,6 @@ a real policy.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -87,7 +86,6 @@ class World:
             "-m",
             "drafter_trainer",
             *(f"{key}={value}" for key, value in keys.items()),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         await wait_healthy(self.address, SECURITY, patient(60))
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from integration.drafter_world import POLICY, rows_of_policy
 
@@ -24,7 +23,6 @@ from paceline.speculators.eagle.net import EagleNet
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -154,7 +154,6 @@ class World:
             "-m",
             "policy_trainer",
             *(f"{key}={value}" for key, value in keys.items()),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             pass_fds=(self.news,) if self.news else (),
         )
 

@@ -4,9 +4,6 @@ written by rank 0.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
 from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn import sharing
@@ -114,15 +112,11 @@ def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner)
     writer.wait()
 
 
-def main(samples: Path, out: Path, plan: list[list[tuple[int, int]]]) -> None:
+def main(out: Path, plan: list[list[tuple[int, int]]]) -> None:
     """`plan`: ranks and rows of each activation, and after those of the ranks that join it.
 
     A checkpoint is written after the first, beside `out`.
     """
-    sys.path.insert(0, str(samples.parents[2]))
-    from unit.drafter_trainer.samples import TARGET, sample, toy_policy
-
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     membership, head = Membership("cpu"), toy_policy().policy_head()
     config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
@@ -150,11 +144,3 @@ def main(samples: Path, out: Path, plan: list[list[tuple[int, int]]]) -> None:
         save_file(found, out)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
-    # the process.
-    sys.stdout.flush()
-    os._exit(0)

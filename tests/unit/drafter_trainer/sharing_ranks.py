@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from unit.drafter_trainer.samples import sample, sample_with_rejected
 
 from drafter_trainer.learn import sharing
 from drafter_trainer.learn.membership import on_cpu
 from drafter_trainer.rows.batcher import pack
 
 
-def main(samples: Path, out: Path) -> None:
+def main(out: Path) -> None:
     """Two hand-outs with a snapshot between them."""
-    sys.path.insert(0, str(samples.parents[2]))
-    from unit.drafter_trainer.samples import sample, sample_with_rejected
-
     dist.init_process_group("gloo")
     members = on_cpu(2)
     if dist.get_rank() == 0:
@@ -38,11 +34,3 @@ def main(samples: Path, out: Path) -> None:
         torch.save(received, out)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
-    # the process.
-    sys.stdout.flush()
-    os._exit(0)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 from torch.nn import functional
+from unit.drafter_trainer import sharded_step
 from unit.drafter_trainer.samples import PROMPT, TARGET, toy_policy
 from unit.drafter_trainer.sharded_step import ROWS
 
 from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn.learner import DrafterLearner
-from paceline.local.patience import patient
-from paceline.local.ports import free_port
 from paceline.speculators.eagle.net import EagleNet
 from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 
-HERE = Path(__file__).parent
 Plan = list[list[tuple[int, int]]]
 ALONE: Plan = [[(1, ROWS)], [(1, 2 * ROWS)]]
 COMING_AND_GOING: Plan = [[(3, ROWS)], [(1, 2)], [(2, 4)], [(3, 3)], [(1, 3)]]
@@ -35,30 +30,7 @@ JOINING: Plan = [[(1, 1), (2, 2), (3, 3)], [(1, 6), (2, 2), (3, 3)], [(1, 1)]]
 
 def run(out: Path, world_size: int, plan: Plan) -> dict[str, torch.Tensor]:
     """Carries the plan out in `world_size` real gloo processes."""
-    shared = {
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": 1,
-    }
-    argv = [str(HERE / "sharded_step.py"), str(HERE / "samples.py"), str(out), json.dumps(plan)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *argv],
-            env={
-                **os.environ,
-                **{k: str(v) for k, v in shared.items()},
-                "RANK": str(r),
-                "LOCAL_RANK": str(r),
-            },
-        )
-        for r in range(world_size)
-    ]
-    try:
-        assert [rank.wait(timeout=patient(90)) for rank in ranks] == [0] * world_size
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(sharded_step.main, world_size, out.parent, out, plan)
     return load_file(out)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -87,12 +86,3 @@ def main(model: Path, out: Path, broken: int) -> None:
         save_file({**gradients, **weights, "figures": figures}, out)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
-    # the process.
-    sys.stdout.flush()
-    os._exit(0)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from paceline.local.patience import patient
-from paceline.training import STORE_VARIABLE
-
-RANK_FILE = Path(__file__).with_name("sharded_step.py")
-trajectories = runpy.run_path(str(RANK_FILE))["trajectories"]
+from unit.policy_trainer import sharded_step
+from unit.policy_trainer.sharded_step import trajectories
 
 
 @pytest.fixture(scope="module")
@@ -40,28 +33,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(model: Path, out: Path, world_size: int, broken: int = -1) -> dict[str, torch.Tensor]:
     """Runs the step in `world_size` real gloo processes; see sharded_step.py for `broken`."""
-    shared = {
-        "WORLD_SIZE": world_size,
-        STORE_VARIABLE: out.with_suffix(".store"),
-        "OMP_NUM_THREADS": 1,
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK_FILE), str(model), str(out), str(broken)],
-            env={
-                **os.environ,
-                **{k: str(v) for k, v in shared.items()},
-                "RANK": str(r),
-                "LOCAL_RANK": str(r),
-            },
-        )
-        for r in range(world_size)
-    ]
-    try:
-        assert [rank.wait(timeout=patient(90)) for rank in ranks] == [0] * world_size
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks(sharded_step.main, world_size, out.parent, model, out, broken)
     return load_file(out)
 
 

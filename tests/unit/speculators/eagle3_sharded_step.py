@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from unit.speculators.eagle3_rows import document, packed, rough_net
@@ -38,7 +35,6 @@ def step_rows() -> list[PackedRow]:
 
 def main(out: Path) -> None:
     """Steps once, however many ranks there are."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     net = drafter()
@@ -56,11 +52,3 @@ def main(out: Path) -> None:
         save_file({**weights, **moments}, out)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
-    # the process.
-    sys.stdout.flush()
-    os._exit(0)

@@ -4,35 +4,22 @@ aligned.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, toy_policy
+from unit.speculators import eagle3_sharded_step
 from unit.speculators.eagle3_rows import packed, row_of
 from unit.speculators.eagle3_sharded_step import CONFIG, drafter, step_rows
 
-from paceline.local.patience import patient
-from paceline.local.ports import free_port
 from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
 
 DEEP = replace(TARGET, num_layers=4)
 LENGTH = 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_text(policy: ToyPolicy, seed: int) -> PackedRow:
@@ -108,24 +95,7 @@ def stepped(out: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Weights after one optimiser step of `ranks` real gloo processes, with first moments as
     `exp_avg.*`.
     """
-    shared = {
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": 1,
-    }
-    environment = {**os.environ, **{name: str(value) for name, value in shared.items()}}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = [sys.executable, str(Path(__file__).parent / "eagle3_sharded_step.py"), str(out)]
-    workers = [
-        subprocess.Popen(script, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    try:
-        assert [worker.wait(timeout=patient(90)) for worker in workers] == [0] * ranks
-    finally:
-        for worker in workers:
-            worker.kill()
+    run_ranks(eagle3_sharded_step.main, ranks, out.parent, out)
     return load_file(out)
 
 

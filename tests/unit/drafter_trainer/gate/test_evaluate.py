@@ -29,12 +29,6 @@ from paceline.speculators.packed import PackedRow
 STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Thousands of tiny products: a second thread only waits for the first."""
-    torch.set_num_threads(1)
-
-
 def rough_net(seed: int) -> EagleNet:
     """A net that is right now and then."""
     policy, net = toy_policy(), EagleNet(TARGET, seed=seed)

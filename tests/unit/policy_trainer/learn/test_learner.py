@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.policy_trainer.sharded_step import trajectories
 
 from paceline.config import OptimizerConfig, RunConfig
 from paceline.errors import ConfigError, DataLoss
@@ -27,8 +27,6 @@ from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import form_mesh, shard
 from policy_trainer.messages import BatchFacts, Progress
 from policy_trainer.trainer import PolicyTrainer
-
-trajectories = runpy.run_path(str(Path(__file__).parents[1] / "sharded_step.py"))["trajectories"]
 
 
 @pytest.fixture(scope="module")

@@ -66,14 +66,6 @@ def rough_net(kind: str, target: ModelConfig = TARGET, **options: object) -> Rec
     return net
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- drafting in the engine
 
 
