@@ -58,12 +58,19 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
         "policy rank": ("policy_trainer", "policy_trainer.rank"),
         "drafter rank": ("drafter_trainer", "drafter_trainer.rank"),
     }
-    seen_s = {}
+    seen_s, late = {}, {}
+
+    def stop(name: str, pid: int) -> None:
+        seen_s[name] = stopped_s(pid)
+        limit_s = LIMIT_S + patient(LIMIT_S / 3) + 1.0  # by how busy the machine is just now
+        if seen_s[name] >= limit_s and name != "redis":
+            late[name] = (seen_s[name], limit_s)
+
     for part, (service, words) in parts.items():
-        seen_s[part] = stopped_s(below(pids[service], words))
+        stop(part, below(pids[service], words))
         wait_for(process, f"{service} recovered")
     for service in ("gateway", "policy_trainer", "drafter_trainer", "coordinator", "redis"):
-        seen_s[service] = stopped_s(pids[service])
+        stop(service, pids[service])
         wait_for(process, f"{service} healthy")
     # Redis answers no beats: a question in 1.5 s, which it may take as long to answer.
     asked_s = seen_s.pop("redis")
@@ -72,7 +79,7 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
     print(f"redis {asked_s:.2f} s", json.dumps(told))
     output, _ = process.communicate(timeout=patient(300))
     assert process.returncode == 0, output
-    assert max(seen_s.values()) < LIMIT_S + patient(LIMIT_S / 6) + 1.0, seen_s
+    assert late == {}
     summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
     assert (summary["steps"], summary["policy_versions"]) == (STEPS, STEPS + 1)
     assert summary["trajectories_lost"] == 0

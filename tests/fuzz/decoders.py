@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from coordinator.journal.entry import VERSION as JOURNAL_VERSION
 from coordinator.journal.entry import JournalEntry
 from coordinator.journal.records import Carried
 from coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
@@ -307,7 +308,7 @@ ANSWER = {
     "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
 }
 JOURNAL = {
-    "v": 3,
+    "v": JOURNAL_VERSION,
     "at_s": 1.0,
     "event": "StepBegan",
     "data": {"step": 1, "traceparent": ""},
