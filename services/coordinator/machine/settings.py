@@ -26,7 +26,7 @@ class CommitMode(StrEnum):
 
     IN_PLACE = "in_place"  # they go on with the keys and values that they have
     RETRACT = "retract"  # they go on with keys and values made anew
-    ABORT = "abort"  # they begin again
+    ABORT = "abort"  # they are ended, and go on from their tokens
 
 
 KEPT = {
