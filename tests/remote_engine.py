@@ -66,7 +66,6 @@ class WorkerClient:
         address = f"ipc://{folder / 'socket'}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0  # what a dead worker has not taken keeps nobody here
         self._socket.bind(address)
         self.log_path = folder / "log"
         environment = {

@@ -27,7 +27,8 @@ from coordinator import server
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve
 from paceline.cli.access import Coordinator, coordinator_of
-from paceline.cli.stop import pause_run, resume_run, stop_run
+from paceline.cli.pause import pause_run, resume_run
+from paceline.cli.stop import stop_run
 from paceline.errors import FailedPrecondition
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import rollout_pb2

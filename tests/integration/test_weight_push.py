@@ -268,6 +268,26 @@ async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Sta
     assert sent == list(range(count))  # no write was broken by the status
 
 
+async def test_a_sender_that_falls_silent_hears_within_a_second_or_two_why_it_is_refused(
+    start: Start,
+) -> None:
+    receiver = await start()
+    given = tensors(1)
+    manifest = manifest_of(given, P, 1)
+    await wanted(receiver.channel, manifest)
+    push = receiver.channel.stream_unary(
+        f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
+    )
+
+    async def one_chunk_and_no_end() -> AsyncIterator[bytes]:
+        index, data = next(iter(cut_chunks(manifest, given, [0])))
+        yield encode_push(PushChunk(P, 1, index, zlib.crc32(data) ^ 1, data, CONTEXT))
+        await asyncio.Event().wait()
+
+    with pytest.raises(DataLoss, match="chunk 0 of policy version 1 is corrupt"), rpc_errors():
+        await push(one_chunk_and_no_end(), timeout=patient(10))
+
+
 async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     receiver = await start()
     given = tensors(1)

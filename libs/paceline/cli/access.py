@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -14,6 +15,10 @@ from paceline.config import SecurityConfig, ServiceConfig, load_config
 from paceline.errors import NotFound, Unavailable
 from paceline.local.tokens import token_at
 from paceline.rpc import channel, rpc_errors
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+DEADLINE_S = 5.0
+"""For an answer of a coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,21 @@ def coordinator_answers(coordinator: Coordinator) -> Iterator[None]:
             yield
     except Unavailable as error:
         raise Unavailable("no coordinator answers", seen=coordinator.address) from error
+
+
+@asynccontextmanager
+async def asked(
+    coordinator: Coordinator, method: str, request: object
+) -> AsyncIterator[tuple[Any, Any]]:
+    """A stub of the coordinator, for as long as the block, and its answer to a first request.
+
+    Raises Unavailable when nobody answers, and what the coordinator refuses it with.
+    """
+    async with coordinator.channel() as connection:
+        stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
+        with coordinator_answers(coordinator):
+            answer = await getattr(stub, method)(request, timeout=DEADLINE_S)
+        yield stub, answer
 
 
 def coordinator_of(files: Sequence[Path], address: str | None = None) -> Coordinator:

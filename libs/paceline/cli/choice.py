@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 
-from paceline.cli.access import Coordinator, coordinator_answers
+from paceline.cli.access import Coordinator, asked
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-
-DEADLINE_S = 5.0
 
 Request = pb.RollBackRequest | pb.PinDrafterRequest | pb.UnpinDrafterRequest
+_METHODS = {
+    pb.RollBackRequest: "RollBack",
+    pb.PinDrafterRequest: "PinDrafter",
+    pb.UnpinDrafterRequest: "UnpinDrafter",
+}
 
 
 async def choose_drafter(coordinator: Coordinator, request: Request, console: Console) -> int:
@@ -21,16 +21,8 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
     Raises Unavailable when no coordinator answers, FailedPrecondition naming what speaks against
     it: no run goes on, the version is not kept, another one is pinned.
     """
-    async with coordinator.channel() as connection:
-        stub: Any = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
-        calls = {
-            pb.RollBackRequest: stub.RollBack,
-            pb.PinDrafterRequest: stub.PinDrafter,
-            pb.UnpinDrafterRequest: stub.UnpinDrafter,
-        }
-        with coordinator_answers(coordinator):
-            answer = await calls[type(request)](request, timeout=DEADLINE_S)
-    console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
+    async with asked(coordinator, _METHODS[type(request)], request) as (_, answer):
+        console.print(drafter_line(answer.drafters), highlight=False, soft_wrap=True)
     if answer.drafters.HasField("chosen") and not answer.drafters.pinned:
         console.print(
             f"to keep it beyond the next step: paceline pin {answer.drafters.chosen}",

@@ -108,8 +108,7 @@ async def _play(
                 task.cancel()
             view.say("stopping the services")
             await stop_all(supervisor)
-            ended = await asyncio.gather(*following, return_exceptions=True)
-            for defect in ended:
+            for defect in await asyncio.gather(*following, return_exceptions=True):
                 if isinstance(defect, Exception):
                     raise defect
 

@@ -38,14 +38,14 @@ def stop(run: Run = None, address: CoordinatorAddress = None, config: ConfigFile
 
 def pause(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Let a run rest after what is under way, and wait for it; agents get all workers then."""
-    from paceline.cli.stop import pause_run
+    from paceline.cli.pause import pause_run
 
     run_to_exit(pause_run(_coordinator(address, config, run), Console()))
 
 
 def resume(run: Run = None, address: CoordinatorAddress = None, config: ConfigFiles = None) -> None:
     """Let a paused run go on."""
-    from paceline.cli.stop import resume_run
+    from paceline.cli.pause import resume_run
 
     run_to_exit(resume_run(_coordinator(address, config, run), Console()))
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.cli.access import Coordinator, coordinator_answers
+from paceline.cli.access import DEADLINE_S, Coordinator, coordinator_answers
 from paceline.cli.choice import drafter_line
 from paceline.cli.doctor import counts_text
 from paceline.cli.live import away_line, step_line
@@ -16,8 +16,6 @@ from paceline.cli.watch import enum_word
 from paceline.rpc.progress import ask_progress
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-
-DEADLINE_S = 5.0
 
 
 async def show_status(coordinator: Coordinator, console: Console) -> int:

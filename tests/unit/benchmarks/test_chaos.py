@@ -260,7 +260,7 @@ def sample_commands(step: int, task: int, number: int, **changed: Any) -> list[b
 
 
 def entry(event: str, data: dict[str, Any], step: int, record: object = None) -> bytes:
-    line = [3, 1.0, event, data, step, "rollout", []] + ([record] if record else [])
+    line = [4, 1.0, event, data, step, "rollout", []] + ([record] if record else [])
     return command("XADD", f"{RUN}journal", "1-0", "entry", json.dumps(line))
 
 
