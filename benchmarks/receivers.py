@@ -12,6 +12,7 @@ import struct
 import sys
 import tempfile
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class NoWorkers:
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         """Nothing to load."""
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
         """Nothing to serve."""
 
     async def on_abort(self, target: int, version: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class HeadHooks:
         """The head's rows may arrive before its commit, so ranks learn it at once."""
         await self._ranks.tell(m.NewHead(version, str(path)))
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
         """What serves now is what the next candidate is judged against."""
         await self._ranks.tell(m.Serving(versions.policy, versions.drafter))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Receiver:
         self.entered.set()
         await self.open.wait()
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None: ...
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None: ...
 
     async def on_abort(self, target: int, version: int) -> None: ...
 

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ class NoHooks:
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None: ...
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None: ...
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None: ...
 
     async def on_abort(self, target: int, version: int) -> None: ...
 

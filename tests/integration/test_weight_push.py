@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class Recorder:
         await asyncio.wait_for(self.may_load.wait(), patient(10))
         self._note("prepared", target, version, path.name)
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
         self._note("commit", versions, mode)
 
     async def on_abort(self, target: int, version: int) -> None:

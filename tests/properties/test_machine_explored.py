@@ -33,6 +33,10 @@ SETTINGS = {
         3,
     ),
     "sync, disaggregated": (APART, 0),
+    "sync, disaggregated, slots that join the drafter": (
+        replace(APART, workers=2, max_drafter_slots=2),
+        0,
+    ),
     "one_step_off, colocated": (replace(THREE, **ONE_OFF), 0),
     "one_step_off, disaggregated": (replace(APART, **ONE_OFF), 0),
     "fully_async, colocated": (replace(THREE, **ASYNC, drafter_enabled=False), 0),
@@ -77,6 +81,7 @@ def check_change(before: State, after: State) -> None:
     """What holds of what an event does."""
     numbers_only_grow(before, after)
     a_trajectory_has_one_version(before, after)
+    a_set_is_tried_on_a_slot_of_nobody(before, after)
     nothing_begins_in_a_pause(before, after)
 
 
@@ -148,6 +153,17 @@ def a_trajectory_has_one_version(before: State, after: State) -> None:
         assert not any(draw.called for draw in after.rollouts.draws)
 
 
+def a_set_is_tried_on_a_slot_of_nobody(before: State, after: State) -> None:
+    """The drafter leaves a worker to try it, and gets no other until the set serves."""
+    if after.committing is None:
+        return
+    had = set(before.lease.slots) if before.lease else set()
+    assert not after.lease or set(after.lease.slots) <= had
+    if before.committing is None and after.settings.workers > 1:
+        left = len(after.workers) - after.workers.counted(WorkerState.TRAINING)
+        assert left > 0, "nobody tries the set"
+
+
 def nothing_begins_in_a_pause(before: State, after: State) -> None:
     """No tasks, no lease, no evaluation; at rest the engine has all workers."""
     if after.paused and before.paused:
@@ -176,6 +192,7 @@ def training_starts_when_the_rules_allow(state: State) -> None:
         and state.step % settings.training_interval_steps == 0
         and not state.lost
         and not state.paused
+        and state.committing is None
         and computing
         and workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
     )
@@ -274,6 +291,13 @@ def test_the_explorer_finds_a_commit_that_does_not_wait_for_rollouts(
     for module in (rules, commit):
         monkeypatch.setattr(module, "may_commit", lambda state: True)
     found(monkeypatch, replace(APART, **ONE_OFF), "Committed|PolicyPrepared")
+
+
+def test_the_explorer_finds_a_set_that_nobody_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rules, commit):
+        monkeypatch.setattr(module, "can_judge", lambda state: True)
+    several = replace(APART, workers=2, max_drafter_slots=2)
+    found(monkeypatch, several, "nobody tries")
 
 
 def test_the_explorer_finds_tasks_that_are_drawn_in_a_pause(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +114,21 @@ async def commit_versions(
     versions: VersionSet,
     mode: int = PAUSE_MODE_IN_PLACE,
     *,
+    leased: Iterable[int] = (),
     deadline_s: float = COMMAND_DEADLINE_S,
 ) -> VersionSet:
     """Serves a set at the receiver and returns the serving one; WeightsError when a part is not
     there.
+
+    leased: workers on whose slots a trainer computes.
     """
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
-    request = pb.CommitRequest(context=context, versions=versions_to_proto(versions), mode=mode)  # type: ignore[arg-type]
+    request = pb.CommitRequest(
+        context=context,
+        versions=versions_to_proto(versions),
+        mode=mode,  # type: ignore[arg-type]
+        leased_workers=leased,
+    )
     with rpc_errors():
         response = await stub.Commit(request, timeout=deadline_s)
     return versions_from_proto(response.versions)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -37,8 +38,9 @@ class WeightHooks(Protocol):
         """
         ...
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None:
-        """Serves the set on every worker; all parts were given to on_prepared.
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+        """Serves the set on every worker; all parts were given to on_prepared. Of `leased` workers
+        a trainer has the slots.
 
         An exception fails the Commit.
         """
@@ -124,7 +126,7 @@ class Reception:
                 fan_out_s=time.monotonic() - load_started_s,
             )
 
-    async def commit(self, versions: VersionSet, mode: int) -> None:
+    async def commit(self, versions: VersionSet, mode: int, leased: Collection[int] = ()) -> None:
         """Serves a set: workers first, then versions.json; the serving set again has no effect."""
         async with self._writer:
             if versions != self._spool.serving:
@@ -132,7 +134,7 @@ class Reception:
                 self._check_commit(versions, targets)
                 for target in targets:
                     await self._load((target, part_version(versions, target)))
-                await self._hooks.on_commit(versions, mode)
+                await self._hooks.on_commit(versions, mode, leased)
                 await asyncio.to_thread(self._spool.commit, versions)
                 self._forget_older(versions)
 

@@ -116,7 +116,7 @@ class WeightServicer(WeightServiceServicer):
             raise InvalidInput(
                 "there is no such pause mode", seen=int(mode), allowed=PauseMode.keys()[1:]
             )
-        await self._whole(self.reception.commit(versions, mode))
+        await self._whole(self.reception.commit(versions, mode, request.leased_workers))
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:

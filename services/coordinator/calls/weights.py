@@ -80,7 +80,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     ):
         mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().settings.commit_mode.upper()}")
         gateway = calls.peers.channels[Service.GATEWAY]
-        await commit_versions(gateway, context, command.versions, mode)
+        await commit_versions(gateway, context, command.versions, mode, leased=command.leased)
 
     calls.emit(events.Committed(calls.now(), command.versions))
     if not calls.config.drafter_enabled:

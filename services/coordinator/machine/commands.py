@@ -89,6 +89,7 @@ class Commit(StepCommand):
     """Serve a set; answered by Committed or CommitFailed."""
 
     versions: VersionSet
+    leased: tuple[int, ...] = ()  # workers whose slots the drafter has
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,25 +11,31 @@ from coordinator.machine.commands import AbortDrafter, CloseStep, Commit
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import CommitFailed, Committed
 from coordinator.machine.losses import train_again
-from coordinator.machine.schedule import evaluations_due, may_commit
+from coordinator.machine.moves import move_workers
+from coordinator.machine.schedule import can_judge, evaluations_due, may_commit
+from coordinator.machine.slots import Cause, WorkerState
 from coordinator.machine.state import DrafterPin, Phase, State, with_learner, with_rollouts
 from paceline.trajectory import VersionSet
 
 
 def serve(state: State) -> Decision:
     """Commits the set that has no answer yet, else the next one, under a new epoch so that whoever
-    is late is refused. Waits for rollouts that may have one version only.
+    is late is refused. Waits for rollouts that may have one version only, and for a worker that can
+    try the set.
     """
-    if not may_commit(state):
+    if not may_commit(state) or (state.committing is None and not can_judge(state)):
         return Decision(state)
     versions, epoch = state.committing or _next_set(state), state.epoch + 1
     state = replace(state, epoch=epoch, committing=versions, seq=versions.seq)
     state = with_learner(state, epoch=epoch)
-    return Decision(state, (Commit(state.step, epoch, versions),))
+    leased = tuple(state.workers.where(WorkerState.TRAINING))
+    return Decision(state, (Commit(state.step, epoch, versions, leased),))
 
 
 def committed(state: State, event: Committed) -> Decision:
-    """Ends the step, or goes on to the new policy when the set took a drafter back."""
+    """Ends the step, or goes on to the new policy when the set took a drafter back. Workers that
+    the drafter had before may be lent to it again.
+    """
     served, rolled_back = state.versions, _is_rollback(state)
     state = replace(state, versions=event.versions, committing=None)
     if event.versions.drafter == state.promoted:
@@ -49,6 +55,7 @@ def committed(state: State, event: Committed) -> Decision:
     state = with_rollouts(state, draws=draws, damaged=False)
     state = with_learner(state, step=step + 1, batch=())
     state = replace(state, prepared=None, evaluations=due)
+    state = move_workers(state, state.workers.where(WorkerState.COMPLETED), Cause.COMMITTED)
     return Decision(state, (CloseStep(step),), enters=Phase.IDLE)
 
 

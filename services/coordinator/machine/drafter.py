@@ -15,12 +15,14 @@ from coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 def lease_released(state: State) -> Decision | None:
     """Leases released slots to the drafter while others still compute: workers, or a policy that
-    has slots of its own; once it trains on the slots of its lease, more join them.
+    has slots of its own; once it trains on the slots of its lease, more join them. While a set is
+    committed none are: a released worker may be trying it.
     """
     settings, workers = state.settings, state.workers
     policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
     if (
         settings.serial_drafter
+        or state.committing is not None
         or state.lost - OPTIONAL  # then the tasks run again, on all workers
         or not (workers.counted(WorkerState.GENERATING) or policy_apart)
     ):

@@ -32,8 +32,7 @@ def generate(state: State) -> Decision:
     """Leases the workers' free slots to the engine under a new epoch, lets suspended workers go on
     and calls the tasks that wait, each step's under an epoch of its own.
 
-    Where no call goes on, what is left of former ones is fenced. Workers that the drafter had
-    before the policy trained, and that get no tasks, may be lent to it again.
+    Where no call goes on, what is left of former ones is fenced.
     """
     rollouts = state.rollouts
     goes_on = any(draw.called for draw in rollouts.running)
@@ -48,7 +47,6 @@ def generate(state: State) -> Decision:
         free = [i for i in state.slots.where(Holder.NONE) if i < state.settings.engine_slots]
     else:
         free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
-        state = move_workers(state, state.workers.where(WorkerState.COMPLETED), Cause.RESUMED)
     state = lease_slots(state, free, Holder.ENGINE)
     epochs = {step: state.epoch + number for number, step in enumerate(waiting)}
     commands: list[Command] = [

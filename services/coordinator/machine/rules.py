@@ -13,6 +13,7 @@ from coordinator.machine.drafter import lease_released, preempt
 from coordinator.machine.moves import free_slots, held_by
 from coordinator.machine.schedule import (
     at_rest,
+    can_judge,
     may_call,
     may_commit,
     may_draw,
@@ -25,9 +26,13 @@ from coordinator.machine.state import DrawnStep, Phase, Portion, State, with_lea
 
 
 def commit_set(state: State) -> Decision | None:
-    """The prepared set is committed when the rollouts that it has waited for have ended."""
+    """The prepared set is committed when the rollouts that it has waited for have ended, and the
+    drafter has left a worker to try it.
+    """
     waits = state.learner.phase is Phase.COMMIT and state.committing is None
-    return Decision(state, enters=Phase.COMMIT) if waits and may_commit(state) else None
+    if not waits or not may_commit(state):
+        return None
+    return Decision(state, enters=Phase.COMMIT) if can_judge(state) else preempt(state)
 
 
 def train_policy(state: State) -> Decision | None:

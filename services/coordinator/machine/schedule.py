@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.machine.settings import RunSettings, Schedule
-from coordinator.machine.slots import Holder
+from coordinator.machine.slots import Holder, WorkerState
 from coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 
 
@@ -128,6 +128,14 @@ def may_commit(state: State) -> bool:
     rollouts = state.rollouts
     alone = not rollouts.running and not rollouts.drawing
     return alone or rollouts.damaged or state.settings.schedule is Schedule.FULLY_ASYNC
+
+
+def can_judge(state: State) -> bool:
+    """Whether a worker may try the next set before the others: where there are two or more, one of
+    them that the drafter does not have.
+    """
+    workers = state.settings.workers
+    return workers < 2 or state.workers.counted(WorkerState.TRAINING) < workers
 
 
 def at_rest(state: State) -> bool:

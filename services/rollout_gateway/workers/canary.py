@@ -77,8 +77,9 @@ class Canary:
         versions: VersionSet,
         commit: Callable[[WorkerProcess], Awaitable[None]],
     ) -> WorkerProcess | None:
-        """The worker that serves the set already and has passed; None where the gateway has but
-        one, where none is there, or where canaries are switched off.
+        """The one of `processes`, which no trainer has, that serves the set already and has passed;
+        None where the gateway has but one worker, where there is none to try it, or where canaries
+        are switched off.
 
         Raises WeightsError naming the check and the value when the set is refused, or when all
         workers died of it; what `commit` raises when it failed on all.
@@ -106,12 +107,12 @@ class Canary:
         raise failures[0]
 
     def _order(self, processes: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """Idle ones first. Of lent ones none, unless all are: then the coordinator commits between
-        two leases, and nobody computes on their slots.
+        """Idle ones first. Of released ones none, unless all are: one that is lent takes its memory
+        for the trial.
         """
         seats = self._router.seats
         there = [one for one in processes if not seats[one.index].released] or processes
-        return sorted(there, key=lambda one: len(seats[one.index].live))
+        return sorted(there, key=lambda one: (seats[one.index].lent, len(seats[one.index].live)))
 
     async def _judge(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -99,9 +100,9 @@ class WorkerWeights:
                     ):  # a lost worker loads what is committed when it is back
                         raise answer
 
-    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
         """Serve a set on every worker: on a canary first where there are two or more, then on all
-        others at once.
+        others at once; a leased one is no canary.
 
         Raises WeightsError when the canary refuses the set, and what the workers say when none
         could serve it; then nothing has changed.
@@ -111,7 +112,7 @@ class WorkerWeights:
         ):
             async with self._swap:
                 first = await self._canary.first(
-                    self._router.processes(),
+                    [one for one in self._router.processes() if one.index not in leased],
                     self.versions,
                     versions,
                     lambda process: self._commit_one(process, versions, mode),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,13 @@ async def push(served: Any, target: int, version: int, epoch: int = 1) -> None:
 
 
 async def commit(
-    served: Any, versions: VersionSet, mode: int = pb.PAUSE_MODE_IN_PLACE, epoch: int = 1
+    served: Any,
+    versions: VersionSet,
+    mode: int = pb.PAUSE_MODE_IN_PLACE,
+    epoch: int = 1,
+    leased: Iterable[int] = (),
 ) -> None:
-    await commit_versions(served.channel, lease(served, epoch), versions, mode)
+    await commit_versions(served.channel, lease(served, epoch), versions, mode, leased=leased)
 
 
 async def release(served: Any, epoch: int, *workers: int, **options: Any) -> dict[int, int]:

@@ -257,3 +257,23 @@ async def test_a_lent_worker_has_its_memory_for_the_probe_alone(
         assert asked[:4] == ["resume_memory", "commit_weights", "enqueue", "release_memory"]
         assert asked[4] == "commit_weights"
         assert await resume(served, 3) == ([0, 1], 2)
+
+
+@pytest.mark.parametrize(("leased", "tries"), [((0,), [1]), ((1,), [0]), ((0, 1), [])])
+async def test_a_worker_whose_slots_a_trainer_has_tries_nothing(
+    serve_gateway: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    leased: tuple[int, ...],
+    tries: list[int],
+) -> None:
+    async with serve_gateway(**TWO) as served:
+        await release(served, 2, 0, 1)
+        await push(served, POLICY, 1)
+        order = note_commands(monkeypatch)
+        await commit(served, VersionSet(1, 1, 0), leased=leased)
+        asked = {what: [] for what in ("resume_memory", "enqueue", "commit_weights")}
+        for when, worker, what in order:
+            if when == "sent" and what in asked:
+                asked[what].append(worker)
+        assert asked["resume_memory"] == asked["enqueue"] == tries
+        assert sorted(asked["commit_weights"]) == [0, 1]

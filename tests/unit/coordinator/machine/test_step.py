@@ -44,7 +44,7 @@ WORKER_TABLE = {
     ("released", "StepBegan"): "generating",
     ("generating", "Suspended"): "suspended",
     ("suspended", "Resumed"): "generating",
-    ("completed", "Resumed"): "released",
+    ("completed", "Committed"): "released",
     ("suspended", "ShareDone"): "released",
 }
 WHOLE = (Portion(0),)
