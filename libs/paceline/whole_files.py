@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.errors import ResourceExhausted
@@ -10,21 +13,36 @@ from paceline.errors import ResourceExhausted
 TEMPORARY = ".tmp-"
 """Begin of the names of synced files and directories that are not whole yet."""
 
+DISK_FULL = "DISK_FULL"
+"""Reason of the error of a file that finds no room."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a disk, of a user's quota, below a limit on files."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises ResourceExhausted when the file cannot be written; its reason is DISK_FULL where there
+    is no room, and the same works when there is.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = DISK_FULL if error.errno in NO_ROOM else None
+        raise ResourceExhausted(f"{path} cannot be written", reason=reason, seen=error) from error
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that its owner alone can read; a kill leaves the old content or the new. Makes
     its directory. Not synced: a loss of power may leave neither.
 
-    Raises ResourceExhausted when it cannot be written.
+    Raises ResourceExhausted as `writing` does.
     """
     temporary = path.with_suffix(".tmp")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch(mode=0o600)
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
-    except OSError as error:
-        raise ResourceExhausted(f"{path} cannot be written", seen=error) from error
 
 
 def write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
@@ -41,12 +59,13 @@ def write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
 
 def replace_synced(path: Path, content: bytes) -> None:
     """Replace a file; on the disk under its name when this returns. A kill or a loss of power
-    leaves the old content or the new.
+    leaves the old content or the new. Raises ResourceExhausted as `writing` does.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    write_synced(temporary, content)
-    temporary.replace(path)
-    sync_path(path.parent)
+    with writing(path):
+        write_synced(temporary, content)
+        temporary.replace(path)
+        sync_path(path.parent)
 
 
 def sync_path(path: Path) -> None:

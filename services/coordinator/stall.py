@@ -21,6 +21,7 @@ from paceline.v1.progress_pb2 import GetProgressResponse, Part
 NAME = "coordinator"
 _WAITS_FOR: dict[Phase, Service] = {
     **{phase: services[0] for phase, services in CALLED_IN.items() if phase is not Phase.PAUSED},
+    Phase.POLICY: Service.POLICY_TRAINER,  # the gateway only takes what it has trained
     Phase.PREEMPT: Service.DRAFTER_TRAINER,
     Phase.DRAFTER: Service.DRAFTER_TRAINER,
 }
@@ -56,7 +57,7 @@ class StallWatch:
     def observe(self, event: Event, after: State) -> None:
         """Takes one transition in."""
         # Rollouts first: where both tracks go on, these are what the learner waits for next.
-        waits = (_WAITS_FOR.get(one, "") for one in Phase if one in after.phases)
+        waits = (_waits_for(one, after) for one in Phase if one in after.phases)
         self._rests = after.phase is Phase.PAUSED
         self._activity.waits_for = next(filter(None, waits), "")
         doing = f"{after.doing} of step {after.step}" if after.phase in LIVE else ""
@@ -130,6 +131,12 @@ class StallWatch:
         if (absence := self._calls.absent.get(service)) is not None:
             away_s = self._calls.now() - absence.since_s
             parts[0].trouble = ", ".join(
-                filter(None, (f"away for {away_s:.0f} s", parts[0].trouble))
+                filter(None, (f"away for {away_s:.0f} s{absence.why}", parts[0].trouble))
             )
         return parts
+
+
+def _waits_for(phase: Phase, state: State) -> str:
+    """A service that the phase needs and that is away, else the one that does its work."""
+    away = (service for service in CALLED_IN.get(phase, ()) if service in state.lost)
+    return next(away, _WAITS_FOR.get(phase, ""))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import tempfile
 from pathlib import Path
 
+from paceline.whole_files import NO_ROOM
+
 ROOM_BYTES = 32 << 20
 """Less than this counts as full: a batch of trajectories, a rewritten log."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def lack_of_room(directory: Path) -> str:
@@ -22,7 +22,7 @@ def lack_of_room(directory: Path) -> str:
                 while left:
                     left = left[probe.write(left) :]
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in NO_ROOM:
                 raise
             why = error.strerror or why
         else:

@@ -39,7 +39,7 @@ from paceline.weights.manifest import (
     target_name,
 )
 from paceline.weights.metrics import VERSIONS_DAMAGED
-from paceline.whole_files import TEMPORARY, sync_path, write_synced
+from paceline.whole_files import TEMPORARY, sync_path, write_synced, writing
 
 _log = get_logger(__name__)
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
@@ -178,10 +178,11 @@ class Spool:
         path = self._directory / name
         if spooled is None:
             try:
-                self._write_new(manifest, buffer, path)
-            except OSError as error:
+                with writing(path):
+                    self._write_new(manifest, buffer, path)
+            except ResourceExhausted:
                 self._remove_leftovers()
-                raise ResourceExhausted(f"{path} cannot be written", seen=error) from error
+                raise
             self._damaged.discard((manifest.target, manifest.version))
 
         if not self._committed((manifest.target, manifest.version)):

@@ -19,13 +19,18 @@ from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service, State
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
+from paceline.local.news import tell_supervisor
 from paceline.rpc import leased, responses, rpc_errors
+from paceline.streams.connection import REDIS_FULL
 from paceline.telemetry import get_logger
 from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.whole_files import DISK_FULL
 
 RANK_LOST = "RANK_LOST"
 WORKER_LOST = "WORKER_LOST"
 STEP_ORDER = "STEP_ORDER"
+NO_ROOM = (DISK_FULL, REDIS_FULL)
+"""Reasons that end when somebody makes room."""
 _FIRST_PAUSE_S = 0.1
 
 
@@ -40,6 +45,7 @@ class Absence:
     since_s: float
     pause_s: float = _FIRST_PAUSE_S
     why: str = ""  # what it failed of last
+    full: bool = False  # it had no room, which was told
 
 
 def no_event(error: PacelineError) -> Event | None:
@@ -97,7 +103,9 @@ class Calls:
             known = event_of(error)
             self.emit(known or self._failure(error, service, what, command.epoch, deadline_s))
             raise Reported from error
-        self.absent.pop(service, None)
+        absence = self.absent.pop(service, None)
+        if absence is not None and absence.full:
+            tell_supervisor("recovered", f"{service} has room again")
 
     def went_without(self, service: Service, what: str, error: PacelineError) -> None:
         """Notes that a call of an optional service has failed, on which nothing waits."""
@@ -111,11 +119,24 @@ class Calls:
         self, error: PacelineError, service: Service, what: str, epoch: int, deadline_s: float
     ) -> Event:
         if isinstance(error, Unavailable | ResourceExhausted):
-            self.absent.setdefault(service, Absence(self.now())).why = f": {error}"
+            self._miss(service, error)
             return ServiceLost(self.now(), service, str(error))
         if isinstance(error, DeadlineExceeded):
             return Deadline(self.now(), epoch, what, deadline_s)
         return CallFailed(self.now(), service, what, str(error))
+
+    def _miss(self, service: Service, error: PacelineError) -> None:
+        """A service fails, from now on where it did not before.
+
+        One without room is waited for however long that takes: its time begins anew.
+        """
+        absence = self.absent.setdefault(service, Absence(self.now()))
+        if error.reason in NO_ROOM:
+            absence.since_s = self.now()
+            if not absence.full:
+                absence.full = True
+                tell_supervisor("impaired", f"{error}; the run goes on when there is room")
+        absence.why = f": {error}"
 
 
 async def accepted(call: Any) -> None:

@@ -2,37 +2,92 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from coordinator.calls.base import Calls, Reported
+from coordinator.calls.peers import Peers
 from coordinator.calls.recovery import await_service
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event
 from coordinator.machine.state import Service
-from paceline.errors import ResourceExhausted
+from paceline.errors import PacelineError, ResourceExhausted
+from paceline.local.news import VARIABLE, news_pipe
+from paceline.streams.connection import REDIS_FULL
+from paceline.whole_files import DISK_FULL
+
+LIMIT_S = 120.0
+UNUSED = cast(Any, None)
+NO_SPACE = "No space left on device"
+
+
+class Trainer:
+    """A policy trainer that is healthy at once and fails when it is called."""
+
+    def __init__(self) -> None:
+        self.emitted: list[Event] = []
+        self.now = 0.0
+        config = CoordinatorConfig(tasks_path="tasks", service_recovery_s=LIMIT_S)
+        peers = cast(Peers, SimpleNamespace(wait_healthy=self._healthy))
+        self._calls = Calls(
+            config, peers, UNUSED, UNUSED, self.emitted.append, lambda: self.now, UNUSED
+        )
+
+    def called(self) -> AbstractContextManager[None]:
+        command = cast(Any, SimpleNamespace(epoch=1))
+        return self._calls.reported(Service.POLICY_TRAINER, "policy", command, deadline_s=1.0)
+
+    def fails_of(self, error: PacelineError) -> None:
+        with pytest.raises(Reported), self.called():
+            raise error
+
+    async def awaited(self) -> Event:
+        """What waiting for it comes to."""
+        await await_service(self._calls, commands.AwaitService(Service.POLICY_TRAINER))
+        return self.emitted[-1]
+
+    async def _healthy(self, service: Service, left_s: float) -> None:
+        return None
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Lines that the supervisor was told."""
+    reading, writing = news_pipe()
+    monkeypatch.setenv(VARIABLE, str(writing))
+    yield lambda: os.read(reading, 1 << 16).decode().splitlines()
+    os.close(reading)
+    os.close(writing)
 
 
 async def test_a_run_that_waited_in_vain_says_what_the_service_failed_of() -> None:
-    emitted: list[Event] = []
-    clock = SimpleNamespace(now=0.0)
-    unused = cast(Any, None)
-    config = CoordinatorConfig(tasks_path="tasks", service_recovery_s=120.0)
-    calls = Calls(config, unused, unused, unused, emitted.append, lambda: clock.now, unused)
-    command = cast(Any, SimpleNamespace(epoch=1))
-    full = ResourceExhausted("the spool cannot be written", seen="No space left on device")
-    with (
-        pytest.raises(Reported),
-        calls.reported(Service.POLICY_TRAINER, "policy", command, deadline_s=1.0),
-    ):
-        raise full
-    clock.now = 121.0
-    await await_service(calls, commands.AwaitService(Service.POLICY_TRAINER))
-    lost, failed = emitted
-    assert isinstance(lost, events.ServiceLost)
+    trainer = Trainer()
+    trainer.fails_of(ResourceExhausted("too many versions are in flight", seen="p3, p4"))
+    trainer.now = LIMIT_S + 1
+    failed = await trainer.awaited()
+    assert isinstance(trainer.emitted[0], events.ServiceLost)
     assert isinstance(failed, events.CallFailed)
     assert "policy_trainer kept failing" in failed.message
-    assert "No space left on device" in failed.message
+    assert "p3, p4" in failed.message
+
+
+@pytest.mark.parametrize("reason", [DISK_FULL, REDIS_FULL])
+async def test_a_service_without_room_is_waited_for_as_long_as_that_lasts(
+    reason: str, told: Callable[[], list[str]]
+) -> None:
+    trainer = Trainer()
+    full = ResourceExhausted("the spool cannot be written", reason=reason, seen=NO_SPACE)
+    for _ in range(3):
+        trainer.fails_of(full)
+        trainer.now += LIMIT_S - 1
+        assert isinstance(await trainer.awaited(), events.ServiceBack)
+    assert told() == [f"impaired {full}; the run goes on when there is room"]
+    with trainer.called():
+        pass
+    assert told() == ["recovered policy_trainer has room again"]

@@ -1,0 +1,86 @@
+"""The alarm of a run that stands still names who is waited for; one that rests raises none."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from coordinator.calls.base import Calls
+from coordinator.calls.peers import Peers
+from coordinator.config import CoordinatorConfig
+from coordinator.machine import events
+from coordinator.machine.events import Event
+from coordinator.machine.state import LearnerTrack, Phase, RolloutTrack, Service, State
+from coordinator.stall import StallWatch
+from paceline.config import AddressesConfig, SecurityConfig
+from paceline.local.ports import free_port
+from paceline.v1.progress_pb2 import GetProgressResponse
+
+ROLLS_OUT = State(phase=Phase.RUNNING, rollouts=RolloutTrack(Phase.ROLLOUT))
+TRAINS = State(phase=Phase.RUNNING, learner=LearnerTrack(Phase.POLICY))
+COMMITS = State(phase=Phase.RUNNING, learner=LearnerTrack(Phase.COMMIT))
+RESTS = State(phase=Phase.PAUSED, paused=True)
+BEGAN = events.StepBegan(0.0, 0)
+GATEWAY, POLICY = Service.GATEWAY, Service.POLICY_TRAINER
+AT_ONCE_S = 1e-6
+"""Any time without progress is too long."""
+
+
+class Watched:
+    """The watch of a run whose services are all away."""
+
+    def __init__(self, peers: Peers) -> None:
+        config = CoordinatorConfig(tasks_path="tasks", stall_alarm_s=AT_ONCE_S)
+        unused = cast(Any, None)
+        self._state = State()
+        self._watch = StallWatch(
+            Calls(config, peers, unused, unused, lambda _: None, lambda: 0.0, lambda: self._state)
+        )
+
+    async def told(self, event: Event, state: State) -> GetProgressResponse:
+        """What it says after a look."""
+        self._state = state
+        self._watch.observe(event, state)
+        await self._watch._look()
+        return await self._watch.progress()
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    nobody = {service.value: f"127.0.0.1:{free_port()}" for service in Service}
+    peers = Peers.open(AddressesConfig.model_validate(nobody), SecurityConfig())
+    yield Watched(peers)
+    await peers.close()
+
+
+async def test_no_progress_is_due_while_a_run_rests_and_it_is_due_again_when_it_goes_on(
+    watched: Watched,
+) -> None:
+    run = ((BEGAN, ROLLS_OUT), (events.Paused(1.0), RESTS), (events.Continued(2.0), ROLLS_OUT))
+    progress = [await watched.told(event, state) for event, state in run]
+    found = [(bool(one.alarm), one.parts[0].doing) for one in progress]
+    doing = "rollout of step 0"
+    assert found == [(True, doing), (False, "paused of step 0"), (True, doing)]
+
+
+@pytest.mark.parametrize(
+    ("state", "lost", "named"),
+    [
+        (ROLLS_OUT, (), GATEWAY),
+        (ROLLS_OUT, (POLICY,), POLICY),
+        (TRAINS, (), POLICY),
+        (TRAINS, (POLICY,), POLICY),
+        (TRAINS, (GATEWAY,), GATEWAY),
+        (COMMITS, (), GATEWAY),
+        (COMMITS, (POLICY,), GATEWAY),  # whom a commit does without
+    ],
+)
+async def test_the_alarm_names_who_is_away_else_who_works(
+    watched: Watched, state: State, lost: tuple[Service, ...], named: Service
+) -> None:
+    progress = await watched.told(BEGAN, replace(state, lost=frozenset(lost)))
+    assert progress.parts[0].waits_for == named
+    assert f"coordinator waits for {named}" in progress.alarm
