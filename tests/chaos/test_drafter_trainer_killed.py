@@ -16,7 +16,7 @@ from demo_runs import SMALL, demo, wait_for
 from paceline.config.tables import read_tables, write_tables
 from paceline.local.patience import patient
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def kill_drafter_trainer(lines: list[str]) -> None:

@@ -27,6 +27,7 @@ def small_disk(tmp_path: Path) -> str:
 
 
 @pytest.mark.chaos
+@pytest.mark.slow
 def test_a_disk_that_fills_up_four_times_loses_nothing_and_is_waited_for_each_time(
     small_disk: str, tmp_path: Path
 ) -> None:

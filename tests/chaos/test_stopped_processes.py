@@ -19,7 +19,7 @@ from demo_runs import SMALL, demo, wait_for
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(480)]
 
 STEPS = 50
 

@@ -23,7 +23,7 @@ JOINING = replace(THREE, total_steps=1, max_drafter_slots=2)
 PROBED = replace(THREE, training_interval_steps=2, probe_enabled=True, probe_every=1)
 SERIAL = replace(THREE, serial_drafter=True)
 SETTINGS = {
-    "sync": (THREE, 1),
+    "sync": (replace(THREE, workers=2), 1),
     "sync, two slots for the drafter": (TWO_SLOTS, 0),
     "sync, slots that join the drafter": (JOINING, 0),
     "sync, the drafter in every second step, with probes": (PROBED, 0),
@@ -44,6 +44,7 @@ SETTINGS = {
 }
 """Settings, and faults of a run at most."""
 DEEPER = {
+    "sync": (THREE, 1),
     "sync, slots that join the drafter": (JOINING, 1),
     "sync, serial drafter": (replace(SERIAL, workers=2), 2),
     "one_step_off, colocated": (replace(THREE, **ONE_OFF, workers=1), 2),
