@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+import structlog
 from hypothesis import HealthCheck, settings
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
@@ -36,6 +37,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # One thread each, here and in every process that a test starts: several tests share the cores, and
 # a second thread for tiny products only waits for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+UMASK = os.umask(0o022)
+os.umask(UMASK)
 
 gc.disable()  # while test modules import torch and transformers it finds nothing, and takes its time
 
@@ -66,6 +70,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """A test's timeout follows the machine, as the deadlines within it do."""
     item.add_marker(pytest.mark.timeout(patient(timeout_of(item))), append=False)
     return (yield)
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """A service or a command that ran in the process of the tests leaves them neither its log nor
+    its umask.
+    """
+    yield
+    structlog.reset_defaults()
+    os.umask(UMASK)
 
 
 @pytest.fixture(scope="session")

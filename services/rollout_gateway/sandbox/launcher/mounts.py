@@ -25,9 +25,10 @@ def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> 
 
     `input_bytes` is what will be put into the writable directory before the code starts.
     """
+    os.umask(0o022)  # the code's user is to enter the folders; the gateway's own may keep all out
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
-    os.chmod(root, 0o755)  # noqa: S103  (the user of the code is another one; it is read-only below)
+    os.chmod(root, 0o755)  # noqa: S103  (it is read-only below)
     for path in (*python.readable, *python.executables):
         if not _below_mounted(path, python):
             _bind(path, root + path)

@@ -245,6 +245,25 @@ def test_a_layer_that_is_not_there_is_named_and_nothing_weaker_taken_than_asked_
     assert re.search(said, found), found
 
 
+@pytest.mark.parametrize("isolation", ["auto", "namespaces"])
+async def test_layers_are_the_same_however_private_the_files_of_its_gateway_are(
+    isolation: str,
+) -> None:
+    async def layers() -> str:
+        try:
+            return " ".join(await Sandbox(SandboxConfig(isolation=isolation)).layers())
+        except ConfigError as error:  # this machine has none
+            return str(error)
+
+    before = os.umask(0o022)
+    try:
+        shared = await layers()
+        os.umask(0o077)
+        assert await layers() == shared
+    finally:
+        os.umask(before)
+
+
 async def test_a_launcher_that_is_killed_is_no_result() -> None:
     sandbox = Sandbox(SandboxConfig(wall_s=60))
     await sandbox.layers()
