@@ -29,8 +29,8 @@ from paceline.whole_files import DISK_FULL
 RANK_LOST = "RANK_LOST"
 WORKER_LOST = "WORKER_LOST"
 STEP_ORDER = "STEP_ORDER"
-NO_ROOM = (DISK_FULL, REDIS_FULL)
-"""Reasons that end when somebody makes room."""
+NO_ROOM_REASONS = (DISK_FULL, REDIS_FULL)
+"""Of errors that end when somebody makes room."""
 _FIRST_PAUSE_S = 0.1
 
 
@@ -131,7 +131,7 @@ class Calls:
         One without room is waited for however long that takes: its time begins anew.
         """
         absence = self.absent.setdefault(service, Absence(self.now()))
-        if error.reason in NO_ROOM:
+        if error.reason in NO_ROOM_REASONS:
             absence.since_s = self.now()
             if not absence.full:
                 absence.full = True
