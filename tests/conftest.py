@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -18,14 +19,19 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from redis_servers import RedisServer
 
+from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
 from paceline.local.patience import patient
+from paceline.local.processes import child_environment
 from paceline.local.redis import RedisLauncher
+from paceline.local.services import SERVICES
 from paceline.streams import connect
 from paceline.telemetry.metrics import use_meter
 
 # A run says the same twice; look for new cases with --hypothesis-profile=default. How long a case
-# takes to draw says something of the machine's load, nothing of the code.
-settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# takes, to draw or to run, says something of the machine's load, nothing of the code.
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("fixed")
 
 
@@ -80,6 +86,29 @@ def process_as_it_was() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     os.umask(UMASK)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkserver(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Imports torch once for the ranks and engine workers that tests start, as in a run."""
+    if all("unit" in item.path.parts for item in request.session.items):
+        yield
+        return
+    launch = forkserver_launch([module for spec in SERVICES for module in spec.forked])
+    assert launch.listening is not None
+    environment = child_environment(dict(launch.environment))
+    process = subprocess.Popen(launch.command, stdin=launch.listening, env=environment)
+    os.environ[FORKSERVER_VARIABLE] = environment[FORKSERVER_VARIABLE]
+    yield
+    del os.environ[FORKSERVER_VARIABLE]
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def own_forkserver(forkserver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this test starts keeps one of its own, which it may stop and kill."""
+    monkeypatch.delenv(FORKSERVER_VARIABLE, raising=False)
 
 
 @pytest.fixture(scope="session")

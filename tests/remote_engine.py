@@ -102,7 +102,7 @@ class WorkerClient:
         return event.ready
 
     def _next(self, deadline_s: float) -> pb.WorkerEvent:
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + patient(deadline_s)
         while not self._socket.poll(200):
             if self.process.poll() is not None:
                 raise RuntimeError(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.errors import DeadlineExceeded
 from paceline.local.processes import usable_cores
+from paceline.local.services import service
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Save, Saved
 from paceline.ranks.watched import WatchedRanks
@@ -44,7 +45,7 @@ class PolicyDriver:
                 log_dir=Path(config.run.dir) / "logs",
                 config=config,
                 heartbeat_s=config.run.heartbeat_s,
-                preload=["transformers.models.auto.modeling_auto", "transformers.modeling_utils"],
+                preload=service("policy_trainer").forked,
             ),
             MESSAGES,
             service="policy_trainer",

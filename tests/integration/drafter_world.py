@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from families import below
 from redis.asyncio import Redis
 from safetensors.torch import load_file
 
@@ -91,7 +92,7 @@ class World:
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
+            children = below("drafter_trainer")
             self.process.send_signal(number)
             await asyncio.wait_for(self.process.wait(), patient(30))
             _, alive = psutil.wait_procs(children, timeout=patient(10))

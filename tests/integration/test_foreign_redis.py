@@ -13,7 +13,8 @@ from paceline.local.foreign_redis import check_durable
 from paceline.local.launch import ChildEvent
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.services import service
+from paceline.local.supervisor import Supervisor, launch_of
 
 KEPT = ("appendonly yes", "appendfsync always")
 
@@ -63,14 +64,16 @@ async def test_a_server_that_cannot_keep_a_run_is_refused(
             await check_durable(url)
         config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=RedisConfig(durable_url=url))
         with pytest.raises(ConfigError, match=words):
-            await Supervisor(run_launches(config, [], [])[:1], tmp_path).start(patient(20.0))
+            await Supervisor([launch_of(service("redis"), config, [])], tmp_path).start(
+                patient(20.0)
+            )
 
 
 async def test_the_console_hears_of_it_when_the_run_starts(tmp_path: Path) -> None:
     events: list[ChildEvent] = []
     with foreign_redis(tmp_path / "r") as url:
         config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=RedisConfig(durable_url=url))
-        launches = run_launches(config, [], [])[:1]
+        launches = [launch_of(service("redis"), config, [])]
         async with Supervisor(launches, tmp_path, on_event=events.append) as supervisor:
             await supervisor.start(patient(20.0))
     assert [event.kind for event in events] == ["healthy"]

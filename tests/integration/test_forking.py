@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from paceline.errors import DeadlineExceeded
-from paceline.local.forking import Forked, Forker
+from paceline.local.forking import FORKSERVER_VARIABLE, Forked, Forker
 from paceline.local.patience import patient
 
 PLACES = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -26,21 +26,24 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothi
 
 
 @pytest.fixture
-async def make(tmp_path: Path) -> AsyncIterator[Make]:
+async def make(
+    tmp_path: Path, own_forkserver: None, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Make]:
     made: list[Forker] = []
 
     def forker(how: str = "") -> Forker:
-        environment = {"PYTHONPATH": PLACES, "STUB_IMPORT": how}
-        made.append(Forker("forked_stub", [], environment, tmp_path / "imports.log"))
+        monkeypatch.setenv("STUB_IMPORT", how)
+        made.append(Forker(["forked_stub"], tmp_path / "imports.log"))
         return made[-1]
 
+    monkeypatch.setenv("PYTHONPATH", PLACES)
     yield forker
     for each in made:
         await each.close()
 
 
 async def fork(forker: Forker, log: Path, word: str = "exit") -> Forked:
-    return await forker.fork({"WORD": word}, log, DEADLINE_S)
+    return await forker.fork("forked_stub", {"WORD": word}, log, DEADLINE_S)
 
 
 async def ended(forked: Forked) -> int:
@@ -111,7 +114,62 @@ async def test_an_import_that_does_not_end_is_waited_for_until_the_deadline(
     make: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(DeadlineExceeded, match="forked_stub is not imported"):
-        await make("slow").fork({}, tmp_path / "0.log", 0.2)
+        await make("slow").fork("forked_stub", {}, tmp_path / "0.log", 0.2)
+
+
+async def test_it_ends_after_its_last_process_when_it_is_told_to(
+    make: Make, tmp_path: Path
+) -> None:
+    forked = await fork(make(), tmp_path / "0.log", "wait")
+    parent = psutil.Process(forked.pid).parent()
+    assert parent is not None
+    parent.terminate()
+    forked.send_signal(signal.SIGTERM)
+    assert await ended(forked) == -signal.SIGTERM
+    parent.wait(timeout=patient(5))
+
+
+async def test_a_process_ends_with_whoever_ordered_it(tmp_path: Path, make: Make) -> None:
+    """The run's forkserver lives on, and what another has ordered too."""
+    others = make()
+    other = await fork(others, tmp_path / "other.log", "wait")
+    parent = psutil.Process(other.pid).ppid()
+    code = (
+        "import asyncio, pathlib, os\n"
+        "from paceline.local.forking import Forker\n"
+        "async def main():\n"
+        f"    log = pathlib.Path({str(tmp_path / 'own.log')!r})\n"
+        "    forked = await Forker([], None).fork('forked_stub', {'WORD': 'wait'}, log, 30)\n"
+        "    print(forked.pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, FORKSERVER_VARIABLE: others.path}
+    who = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    assert who.stdout is not None
+    ordered = psutil.Process(int(await asyncio.wait_for(who.stdout.readline(), DEADLINE_S)))
+    assert ordered.ppid() == parent
+    who.kill()
+    await who.wait()
+    psutil.wait_procs([ordered], timeout=patient(10))
+    assert not ordered.is_running()
+    assert other.returncode is None
+
+
+async def test_one_that_is_stopped_is_ended_at_the_deadline_of_an_order_and_the_next_has_a_new_one(
+    make: Make, tmp_path: Path
+) -> None:
+    forker, log = make(), tmp_path / "0.log"
+    forked = await fork(forker, log, "wait")
+    stopped = psutil.Process(forked.pid).ppid()
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        await forker.fork("forked_stub", {"WORD": "exit"}, log, 0.2)
+    assert await ended(forked) == -signal.SIGKILL
+    assert await ended(await fork(forker, log)) == 3
+    assert facts(log)["parent"] != stopped
 
 
 async def test_nothing_is_left_when_it_is_closed(make: Make, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from paceline.local.hung import LAST, Turns
 from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.redis import resolved, wait_redis
-from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.services import service
+from paceline.local.supervisor import Supervisor, launch_of
 from paceline.streams import connect
 
 HUNG_S = 1.5
@@ -72,7 +73,9 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
     monkeypatch.delenv("REDIS_URL", raising=False)
     words = [f"run.dir={tmp_path}"]
     config = resolved(load_config(ServiceConfig, "local", [], words))
-    launch = run_launches(config.model_copy(update={"redis": ServiceConfig().redis}), [], words)[0]
+    launch = launch_of(
+        service("redis"), config.model_copy(update={"redis": ServiceConfig().redis}), words
+    )
     events = Events()
     async with Supervisor(
         [launch], tmp_path, on_event=events.hear, policy=QUICK, heartbeat_s=0.6, hung_s=2.0
@@ -93,6 +96,29 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
         await events.until(lambda heard: heard.kinds("redis").count("healthy") == 2)
         assert await client.get("kept") == b"1"
         await client.aclose()
+
+
+async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(
+    tmp_path: Path,
+) -> None:
+    events, order, asked = Events(), list[str](), asyncio.Event()
+
+    async def healthy(_: float) -> None:
+        await asyncio.sleep(0.2)  # as if it imported: longer than any answer may take
+        order.append("healthy")
+
+    async def ping(_: float) -> None:
+        order.append("ping")
+        asked.set()
+
+    launch = Launch("one", ("sleep", "600"), healthy, ping=ping)
+    async with Supervisor(
+        [launch], tmp_path, on_event=events.hear, heartbeat_s=0.1, hung_s=0.1
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        await asyncio.wait_for(asked.wait(), patient(10))
+        assert order[0] == "healthy"
+        assert events.kinds("one")[:2] == ["started", "healthy"]
 
 
 async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(

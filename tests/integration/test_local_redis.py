@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,12 +21,18 @@ from redis_servers import RedisServer
 
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import Unavailable
-from paceline.local.launch import RestartPolicy
+from paceline.local.launch import Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.redis import RedisLauncher, resolved
-from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.services import SERVICES
+from paceline.local.supervisor import Supervisor, launch_of
 from paceline.streams import RedisStream, connect, run_key
+
+
+def redis_launches(config: ServiceConfig, words: Sequence[str]) -> list[Launch]:
+    """Both servers of a run."""
+    return [launch_of(spec, config, words) for spec in SERVICES if not spec.settings]
 
 
 @pytest.mark.parametrize("ports", [False, True], ids=["sockets", "ports"])
@@ -37,7 +44,7 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
     urls = RedisConfig(durable_url=durable, features_url=features)
     config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=urls)
     words = [f"run.dir={tmp_path}", f"redis.durable_url={durable}"]
-    launches = run_launches(config, [], [*words, f"redis.features_url={features}"])[:2]
+    launches = redis_launches(config, [*words, f"redis.features_url={features}"])
     async with Supervisor(launches, tmp_path, policy=RestartPolicy(base_s=0.05)) as supervisor:
         await supervisor.start(patient(20.0))
         client = connect(resolved(config).redis.durable_url)
@@ -91,7 +98,7 @@ async def test_a_redis_that_others_run_and_is_not_there_fails_the_start_soon(
     url = f"redis://127.0.0.1:{free_port()}/0"
     monkeypatch.setenv("REDIS_URL", url)
     monkeypatch.setattr("paceline.local.supervisor.EXTERNAL_REDIS_S", 0.3)
-    supervisor = Supervisor(run_launches(ServiceConfig(), [], [])[:2], tmp_path)
+    supervisor = Supervisor(redis_launches(ServiceConfig(), []), tmp_path)
     with pytest.raises(Unavailable, match=f"Redis at {url} does not answer"):
         await supervisor.start(patient(20.0))
 

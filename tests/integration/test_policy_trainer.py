@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from families import below
 from redis.asyncio import Redis
 from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -204,7 +205,7 @@ class World:
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
+            children = below("policy_trainer")
             self.process.send_signal(number)
             await asyncio.wait_for(self.process.wait(), patient(30))
             _, alive = psutil.wait_procs(children, timeout=patient(10))

@@ -53,6 +53,7 @@ from paceline.weights import (
     push_weights,
 )
 from paceline.weights.manifest import content_hash, cut_chunks
+from paceline.weights.push import DAMAGED_TRIES
 from paceline.weights.wire import PushChunk, encode_push
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
@@ -248,6 +249,40 @@ async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> No
     report = await push_weights(receiver.channel, manifest, given, CONTEXT)
     assert report.bytes == manifest.total_bytes - 5 * CHUNK
     assert receiver.spool.prepared == {(P, 1)}
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
+    start: Start, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    receiver = await start()
+    given = tensors(1)
+    manifest = manifest_of(given, P, 1)
+    damaged: list[int] = []
+
+    def damage(chunk: PushChunk) -> bytes:
+        message = bytearray(encode_push(chunk))
+        if chunk.chunk_index == 5 and len(damaged) < times:
+            damaged.append(chunk.chunk_index)
+            message[-1] ^= 1
+        return bytes(message)
+
+    monkeypatch.setattr("paceline.weights.push.encode_push", damage)
+    pushing = push_weights(receiver.channel, manifest, given, CONTEXT)
+    if times < DAMAGED_TRIES:
+        assert (await pushing).bytes == manifest.total_bytes - 5 * CHUNK
+        assert receiver.spool.prepared == {(P, 1)}
+    else:
+        with pytest.raises(DataLoss, match="chunk 5 of policy version 1 is corrupt"):
+            await pushing
+    assert damaged == [5] * times
+
+
+async def test_a_request_that_no_longer_is_one_when_it_arrives_was_damaged(start: Start) -> None:
+    receiver = await start()
+    prepare = receiver.channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
+    with pytest.raises(DataLoss, match="not the message that this method takes"), rpc_errors():
+        await prepare(b"\x0a\xff", timeout=patient(10))
 
 
 async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Start) -> None:

@@ -138,6 +138,7 @@ class Child:
         """Returns the pipe to hear it by."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = news.news_pipe()
+        listening = self.launch.listening
         self._heartbeat = Heartbeat(self._heartbeat_s)
         self._turns, self._verdict = Turns(self._hung_s), ""
         with self.log.open("ab") as log, os.fdopen(writing, "wb"):
@@ -146,7 +147,7 @@ class Child:
             # can be killed whole.
             self._process = await asyncio.create_subprocess_exec(
                 *self.launch.command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.DEVNULL if listening is None else listening.fileno(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -184,6 +185,7 @@ class Child:
         ping, every_s = self.launch.ping, self._heartbeat_s / 2
         if ping is None:
             return await self._turns.end()
+        await self.is_healthy.wait()  # until then that is watched
         return await unanswered(ping, every_s, limit_s, tell, lambda: stopped([self.pid]))
 
     async def _live(self, news_pipe: int) -> int:

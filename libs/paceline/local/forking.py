@@ -1,54 +1,63 @@
-"""Starts processes of a Python module by forking one that has imported it already.
+"""Orders processes from one that has imported their module (forkserver.py): the run's, where a
+supervisor keeps one, else one of its own.
 
-An import of torch and transformers takes seconds of a core, each time and in each process. Here one
-process, `python -m paceline.local.forking MODULE [MORE ...]`, imports, and then only waits for
-orders; each of its forks runs `MODULE.main()` and shares the memory of the imports.
-
-A fork goes on safely if its parent had one thread and no GPU open. Where that is not certain, it
-begins anew with `python -m MODULE`, which is as slow as a start without this, and as right.
+An import of torch and transformers takes seconds of a core, each time and in each process; forks
+share it, its time and its memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib
+import itertools
 import json
 import os
 import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 
-from paceline.errors import DeadlineExceeded, Unavailable
-from paceline.local.processes import PARENT_VARIABLE, child_environment, die_with_parent
+from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from paceline.local import forkserver
+from paceline.local.forkserver import ORDER_BYTES, ForkOrder
+from paceline.local.launch import Launch
+from paceline.local.process_directory import process_directory
+from paceline.local.processes import child_environment
 
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's BLAS begins its threads when imported
-_ENDINGS = {signal.SIGCHLD}
+FORKSERVER_VARIABLE = "PACELINE_FORKSERVER"
+"""Path of the socket of the run's forkserver; absent or "" where there is none."""
+
+IMPORT_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+"""Of the process that imports: numpy's BLAS begins its threads when it is imported."""
+
+_WAITING = 128
+_numbers = itertools.count(1)
 
 
 class Forked:
-    """One process, used like asyncio's."""
+    """One process, used like asyncio's. It lasts no longer than its order's connection."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(
+        self, pid: int, news: asyncio.StreamReader, connection: asyncio.StreamWriter
+    ) -> None:
         self.pid = pid
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._connection = connection
+        self._reading = asyncio.create_task(self._read(news))
 
     @property
     def returncode(self) -> int | None:
         """As asyncio's: minus the signal that killed it; None while it runs."""
-        return self._ended.result() if self._ended.done() else None
+        return self._reading.result() if self._reading.done() else None
 
     async def wait(self) -> int:
         """The returncode, once it has ended."""
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self._reading)
 
     def send_signal(self, number: int) -> None:
         """Nothing once it has ended."""
-        if not self._ended.done():
+        if not self._reading.done():
             with suppress(ProcessLookupError):  # its end is being told
                 os.kill(self.pid, number)
 
@@ -56,175 +65,180 @@ class Forked:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def end(self, code: int) -> None:
-        """Its parent has told how it ended."""
-        if not self._ended.done():
-            self._ended.set_result(code)
+    async def _read(self, news: asyncio.StreamReader) -> int:
+        """Its exit status; without one its parent has gone, and the kernel has killed it."""
+        line = b""
+        with suppress(ConnectionError):
+            line = await news.readline()
+        self._connection.close()
+        return int(json.loads(line)["code"]) if line else -signal.SIGKILL
 
 
 class Forker:
-    """Forks processes of one module, on one event loop. Its first order starts the process that
-    imports; all end with `close`, or when this process is gone.
+    """Orders processes, on one event loop. Those of a forkserver of its own end with `close`, and
+    when this process is gone.
     """
 
-    def __init__(
-        self, module: str, more: Sequence[str], environment: Mapping[str, str], log: Path | None
-    ) -> None:
-        """`more`: modules that it imports besides; `environment`: of all its processes; `log`:
-        takes what the imports print, None is this process's own output.
+    def __init__(self, modules: Sequence[str], log: Path | None) -> None:
+        """`modules`: that a forkserver of its own imports; `log`: takes what their imports print,
+        None is this process's own output.
         """
-        self._modules = [module, *more]
-        self._environment = {**_ONE_THREAD, **environment}
+        self._modules = modules
         self._log = log
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._own: asyncio.subprocess.Process | None = None
+        self.path = ""
+        """Of the socket of its own forkserver; "" before it has one."""
         self._starting = asyncio.Lock()
-        self._ordered: deque[asyncio.Future[Forked]] = deque()
-        self._living: dict[int, Forked] = {}
 
     async def fork(
-        self, environment: Mapping[str, str], log: Path | None, deadline_s: float
+        self, module: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
     ) -> Forked:
-        """A new process with these variables besides, its output appended to `log`, its input
-        empty.
+        """A new process that runs the module's main() with these variables besides this process's,
+        its output appended to `log`, None as this process's own; its input is empty.
 
-        Raises Unavailable when the process that imports ends first, DeadlineExceeded when it still
-        imports at the deadline.
+        Raises Unavailable when the process that imports ends first, DeadlineExceeded when it has
+        not answered at the deadline; one of its own is then ended, and the next order starts
+        another. ResourceExhausted for an environment that is too long.
         """
-        async with self._starting:
-            if self._reading is None or self._reading.done():
-                await self.close()
-                await self._start()
-        forked: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
-        self._ordered.append(forked)
-        order = {"environment": dict(environment), "log": log and str(log)}
-        self._orders.write(json.dumps(order).encode() + b"\n")
         try:
             async with asyncio.timeout(deadline_s):
-                return await forked
+                return await self._order(module, environment, log)
         except TimeoutError as error:
+            await self.close()
             raise DeadlineExceeded(
-                f"{self._modules[0]} is not imported", seen=f"{deadline_s:.1f} s"
+                f"{module} is not imported", seen=f"{deadline_s:.1f} s"
             ) from error
 
     async def close(self) -> None:
-        """Ends the process that imports, and with it all that it has forked."""
-        if self._process is not None and self._reading is not None:
-            self._orders.close()
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.wait()
-            await self._reading
-            self._process = self._reading = None
+        """Ends its own forkserver, and with it all that was forked."""
+        if self._own is not None:
+            if self._own.returncode is None:
+                self._own.kill()
+            await self._own.wait()
+            self._own = None
+            os.unlink(self.path)
 
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        command = (sys.executable, "-m", __name__, *self._modules)
-        with theirs, self._log.open("ab") if self._log else nullcontext() as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=log,
-                env=child_environment(self._environment),
+    async def _order(self, module: str, environment: Mapping[str, str], log: Path | None) -> Forked:
+        whole = child_environment(dict(environment))
+        order = json.dumps(asdict(ForkOrder(module, whole, os.getcwd()))).encode() + b"\n"
+        if len(order) > ORDER_BYTES:
+            raise ResourceExhausted(
+                "the environment is too long", seen=f"{len(order)} bytes", allowed=ORDER_BYTES
             )
-        news, self._orders = await asyncio.open_unix_connection(sock=ours)
-        self._reading = asyncio.create_task(self._read(news))
+        connection = await self._connected()
+        try:
+            with log.open("ab") if log else nullcontext() as file:
+                outputs = [file.fileno()] * 2 if file else [1, 2]
+                socket.send_fds(connection, [order[:1]], outputs)  # there is room for one byte
+            return await _ordered(module, connection, order[1:])
+        except BaseException:
+            connection.close()
+            raise
 
-    async def _read(self, news: asyncio.StreamReader) -> None:
-        with suppress(ConnectionResetError):
-            async for line in news:
-                pid, code = json.loads(line)
-                forked = self._living.setdefault(pid, Forked(pid))
-                if code is None:
-                    if (order := self._ordered.popleft()).cancelled():
-                        forked.kill()
-                    else:
-                        order.set_result(forked)
-                else:
-                    self._living.pop(pid).end(code)
-        for forked in self._living.values():  # the kernel has killed them
-            forked.end(-signal.SIGKILL)
-        for order in self._ordered:
-            if not order.cancelled():
-                order.set_exception(Unavailable(f"{self._modules[0]} cannot be started"))
-        self._living.clear()
-        self._ordered.clear()
-
-
-# --- the process that imports ---------------------------------------------------------------------
-
-
-def main() -> None:
-    """Imports, then forks as it is told until its input ends; a fork returns from here too, when
-    its module's main has.
-    """
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # whoever started it ends it
-    gc.disable()  # a quarter of the time of an import of torch and transformers
-    for module in sys.argv[1:]:
-        with suppress(Exception, SystemExit):  # it is imported again, and fails, in the fork
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection would write to the pages that are shared
-    gc.enable()
-    parent, own_pid = socket.socket(fileno=0), os.getpid()
-
-    def tell(pid: int, code: int | None) -> None:
-        parent.sendall(json.dumps([pid, code]).encode() + b"\n")
-
-    def reap(*_: object) -> None:
-        with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                tell(ended[0], os.waitstatus_to_exitcode(ended[1]))
-
-    signal.signal(signal.SIGCHLD, reap)
-    orders = parent.makefile("rb")
-    for order in orders:
-        safe = _is_safe_to_fork()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # until its beginning is told
-        pid = os.fork()
-        if not pid:
-            parent.detach()
-            _become(**json.loads(order), parent=own_pid, safe=safe)
-            return
-        tell(pid, None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
+    async def _connected(self) -> socket.socket:
+        if shared := os.environ.get(FORKSERVER_VARIABLE, ""):
+            return await _connect(shared)
+        async with self._starting:
+            if self._own is not None and self._own.returncode is None:
+                with suppress(Unavailable):  # it is just ending
+                    await _imported(self.path)
+                    return await _connect(self.path)
+            await self.close()
+            listening = listen()
+            self.path = listening.getsockname()
+            with listening, self._log.open("ab") if self._log else nullcontext() as log:
+                self._own = await asyncio.create_subprocess_exec(
+                    *_command(self._modules),
+                    stdin=listening.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    env=child_environment(IMPORT_ENVIRONMENT),
+                )
+                return await _connect(self.path)
 
 
-def _is_safe_to_fork() -> bool:
-    """Whether this process has one thread and no GPU open; False where that cannot be seen."""
+async def _ordered(module: str, connection: socket.socket, order: bytes) -> Forked:
+    news, writer = await asyncio.open_unix_connection(sock=connection)
     try:
-        threads = os.listdir("/proc/self/task")
-        with os.scandir("/proc/self/fd") as opened:  # itself opened until its end
-            files = [os.readlink(each.path) for each in opened]
-    except OSError:
-        return False
-    return len(threads) == 1 and not any(name.startswith("/dev/nvidia") for name in files)
+        pid = await _asked(order, news, writer)
+    except Unavailable as error:
+        raise Unavailable(f"{module} cannot be started", seen=error) from error
+    except BaseException:
+        writer.close()
+        raise
+    return Forked(pid, news, writer)
 
 
-def _become(environment: Mapping[str, str], log: str | None, *, parent: int, safe: bool) -> None:
-    """Runs the module in this fork."""
-    os.environ.update({**environment, PARENT_VARIABLE: str(parent)})
-    die_with_parent()
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if log is not None:
-        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-    module = sys.argv[1]
-    if not safe:
-        os.execv(sys.executable, [sys.executable, "-m", module])  # noqa: S606 - no shell is meant
-    sys.argv = [module]
-    sys.exit(importlib.import_module(module).main())
+async def _asked(order: bytes, news: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    """The process id that an order is answered with; Unavailable closes the connection."""
+    line = b""
+    with suppress(ConnectionError):
+        writer.write(order)
+        line = await news.readline()
+    if not line:
+        writer.close()
+        raise Unavailable("the process that imports has ended")
+    return int(json.loads(line)["pid"])
 
 
-if __name__ == "__main__":
-    main()
+async def _connect(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, path)
+    except OSError as error:
+        connection.close()
+        raise Unavailable("no forkserver answers", seen=f"{path}: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _command(modules: Sequence[str]) -> tuple[str, ...]:
+    return sys.executable, "-m", forkserver.__name__, *modules
+
+
+def listen() -> socket.socket:
+    """A socket of a forkserver's, in this process's own directory."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(process_directory() / f"forks-{next(_numbers)}"))
+    listening.listen(_WAITING)
+    return listening
+
+
+async def answers(path: str, deadline_s: float) -> None:
+    """Waits until the forkserver there has imported all. Raises DeadlineExceeded, Unavailable."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            await _imported(path)
+    except TimeoutError as error:
+        raise DeadlineExceeded("a forkserver imports", seen=f"{deadline_s:.1f} s") from error
+
+
+async def _imported(path: str) -> None:
+    news, writer = await asyncio.open_unix_connection(sock=await _connect(path))
+    try:
+        await _asked(b"\n", news, writer)
+    finally:
+        writer.close()
+
+
+def forkserver_launch(modules: Sequence[str]) -> Launch:
+    """How to start a run's forkserver. Its socket stays open between two lives of it: who orders
+    meanwhile waits.
+    """
+    listening = listen()
+    path: str = listening.getsockname()
+
+    async def healthy(deadline_s: float) -> None:
+        await answers(path, deadline_s)
+
+    return Launch(
+        "forkserver",
+        _command(modules),
+        healthy,
+        environment={**IMPORT_ENVIRONMENT, FORKSERVER_VARIABLE: path},
+        ping=healthy,
+        listening=listening,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +30,7 @@ class Launch:
     optional: bool = False  # the others go on without it
     # Asked all the time of a server that tells of no turns; as `healthy`, and quick.
     ping: Callable[[float], Awaitable[object]] | None = None
+    listening: socket.socket | None = None  # its input: a socket that outlives its restarts
 
 
 @dataclass(frozen=True, slots=True)

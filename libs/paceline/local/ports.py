@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import random
 import socket
+from collections import deque
+from functools import cache
 from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
+from paceline.local.user_directory import user_directory
 
 _TRIES = 200
 _LOWEST, _EPHEMERAL = 10_000, 32_768
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_MOST_HELD = 1000
+_held: deque[int] = deque()
 
 
 def free_port() -> int:
@@ -24,7 +31,8 @@ def free_ports(count: int) -> list[int]:
     are too few.
 
     They lie below the range that the system gives to outgoing connections, so that none of those
-    takes one before its server is up.
+    takes one before its server is up; and no other process of this user is given one of them while
+    this process lives (or until it has been given a thousand more).
     """
     low = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else _EPHEMERAL
     choices = range(_LOWEST, max(_LOWEST + _TRIES, min(low, 65_536)))
@@ -32,12 +40,32 @@ def free_ports(count: int) -> list[int]:
     for port in random.SystemRandom().sample(choices, min(_TRIES + count, len(choices))):
         if len(found) == count:
             break
-        if _is_free(port):
+        if _hold(port) and _is_free(port):
             found.append(port)
 
     if len(found) < count:
         raise Unavailable("too few free ports on 127.0.0.1", seen=len(found), allowed=count)
     return found
+
+
+def _hold(port: int) -> bool:
+    """Whether nobody was given this port; now this process was."""
+    if port in _held:  # a lock does not keep its own process out
+        return False
+    try:
+        fcntl.lockf(_locks(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except (BlockingIOError, PermissionError):
+        return False
+    _held.append(port)
+    if len(_held) > _MOST_HELD:
+        fcntl.lockf(_locks(), fcntl.LOCK_UN, 1, _held.popleft())
+    return True
+
+
+@cache
+def _locks() -> int:
+    """A file of which the byte at a port's number is locked by the process that was given it."""
+    return os.open(user_directory() / "ports", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _is_free(port: int) -> bool:

@@ -22,6 +22,7 @@ class ServiceSpec:
     ends_run: bool = False  # the run is over when it exits with status 0
     optional: bool = False  # the run goes on without it
     arguments: tuple[str, ...] = ()  # before --config
+    forked: tuple[str, ...] = ()  # modules that its forks run, and those that they import late
 
     @property
     def command_name(self) -> str:
@@ -51,6 +52,7 @@ SERVICES: tuple[ServiceSpec, ...] = (
         "rollout",
         ("http",),
         ("http",),
+        forked=("rollout_gateway.engines.worker.process", "rollout_gateway.engines.embedded.build"),
     ),
     ServiceSpec(
         "policy_trainer",
@@ -59,6 +61,11 @@ SERVICES: tuple[ServiceSpec, ...] = (
         "policy_trainer",
         ("redis",),
         "training",
+        forked=(
+            "policy_trainer.rank",
+            "transformers.models.auto.modeling_auto",
+            "transformers.modeling_utils",
+        ),
     ),
     ServiceSpec(
         "drafter_trainer",
@@ -68,6 +75,7 @@ SERVICES: tuple[ServiceSpec, ...] = (
         ("redis_features",),
         "training",
         optional=True,
+        forked=("drafter_trainer.rank",),
     ),
     ServiceSpec(
         "coordinator",

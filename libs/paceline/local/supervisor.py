@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
 from paceline.local.child import Child
 from paceline.local.foreign_redis import check_durable
+from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.hung import HUNG_S
 from paceline.local.launch import ChildEvent, Launch, RestartPolicy
@@ -186,10 +188,13 @@ def run_launches(
     """Launches of a whole run: the service table with one config for all.
 
     `config` is the shared part that `files` and `overrides` give. Redis that others run is only
-    waited for.
+    waited for. First comes the process whose forks are their ranks and engine workers.
     """
     words = [word for path in files for word in ("--config", str(path))]
-    return [launch_of(spec, config, [*words, *overrides]) for spec in SERVICES]
+    launches = [launch_of(spec, config, [*words, *overrides]) for spec in SERVICES]
+    forkserver = forkserver_launch([module for spec in SERVICES for module in spec.forked])
+    found = {FORKSERVER_VARIABLE: forkserver.environment[FORKSERVER_VARIABLE]}
+    return [forkserver, *(replace(each, environment=found) for each in launches)]
 
 
 def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:

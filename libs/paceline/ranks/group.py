@@ -67,7 +67,8 @@ class RankGroup:
         own = {"OMP_NUM_THREADS": str(threads_per_rank)}
         if config is not None:
             own[CONFIG_VARIABLE] = config.model_dump_json()
-        self._forker = Forker(module, preload, {**(env or {}), **own}, log_dir / f"{module}.log")
+        self._environment = {**(env or {}), **own}
+        self._forker = Forker(list(dict.fromkeys([module, *preload])), log_dir / f"{module}.log")
         self._processes: list[Forked] = []
         self._watches: list[asyncio.Task[None]] = []
         self._lost: asyncio.Future[RankLost] | None = None
@@ -183,6 +184,7 @@ class RankGroup:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         heartbeat = Heartbeat(self._heartbeat_s)
         environment = {
+            **self._environment,
             **heartbeat.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -195,7 +197,7 @@ class RankGroup:
         log = self._log(rank)
         began = log.stat().st_size if log.exists() else 0
         try:
-            process = await self._forker.fork(environment, log, deadline_s)
+            process = await self._forker.fork(self._module, environment, log, deadline_s)
         except BaseException:
             heartbeat.close()
             raise

@@ -29,6 +29,11 @@ class EngineKind:
     """A restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait.
     """
 
+    @property
+    def forked(self) -> tuple[str, ...]:
+        """Modules that a worker's parent imports for it; none where a worker is to begin anew."""
+        return (self.process, self.build.partition(":")[0]) if self.build else ()
+
 
 _EMBEDDED, _SGLANG = "rollout_gateway.engines.embedded", "rollout_gateway.engines.sglang"
 _SCRIPTED = "rollout_gateway.testing.scripted"

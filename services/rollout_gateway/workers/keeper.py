@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import zmq.asyncio
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
+from paceline.local.forking import Forker
 from paceline.local.news import tell_supervisor
 from paceline.local.process_directory import process_directory
 from paceline.telemetry import get_logger
@@ -21,6 +22,7 @@ from paceline.v1 import engine_pb2 as pb
 from rollout_gateway import metrics
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import EngineConfig
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
@@ -93,6 +95,7 @@ class WorkerKeeper:
         self._seats = seats
         self._routing = routing
         self._heartbeat_s = heartbeat_s
+        self._forker = Forker(find_engine(config.kind).forked, None)
         self._keepers: list[asyncio.Task[None]] = []
         self.ready = pb.WorkerReady()
         """Facts of the engine, from the worker that was ready last."""
@@ -118,6 +121,7 @@ class WorkerKeeper:
         await asyncio.gather(*(process.stop() for process in there))
         for seat in self._seats:
             seat.process = None
+        await self._forker.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -143,6 +147,7 @@ class WorkerKeeper:
         )
         process = WorkerProcess(
             spec,
+            self._forker,
             ring,
             self._directory,
             lambda tokens, rows: self._routing.tokens(seat, tokens, rows),

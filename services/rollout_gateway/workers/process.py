@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
-from paceline.local.processes import child_environment, describe_exit
+from paceline.local.processes import describe_exit
 from paceline.messages import versions_from_proto
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -36,6 +37,7 @@ class WorkerProcess:
     def __init__(
         self,
         spec: WorkerSpec,
+        forker: Forker,
         ring: RowRing | None,
         directory: Path,
         on_tokens: OnTokens,
@@ -47,13 +49,14 @@ class WorkerProcess:
         # (target, version) loaded beside the serving set
         self.prepared: set[tuple[int, int]] = set()
         self._spec = spec
+        self._forker = forker
         self._ring = ring
         self._directory = directory
         self._on_tokens = on_tokens
         self._heartbeat = Heartbeat(heartbeat_s)
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Forked | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -79,22 +82,15 @@ class WorkerProcess:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        threads = str(self._spec.threads)
+        libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         environment = {
-            **child_environment(self._heartbeat.environment),
+            **self._heartbeat.environment,
+            **dict.fromkeys(libraries, str(self._spec.threads)),
             SPEC_VARIABLE: str(spec_path),
             SOCKET_VARIABLE: address,
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
         }
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            find_engine(self._spec.kind).process,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-        )
+        module = find_engine(self._spec.kind).process
+        self._process = await self._forker.fork(module, environment, None, deadline_s)
         reader = background(self._read(), f"reader of worker {self.index}")
         # unheard it would hold its requests for ever
         reader.add_done_callback(lambda _: self.kill())
@@ -164,7 +160,9 @@ class WorkerProcess:
         """Kill what still runs and free socket and ring."""
         self.kill()
         if self._process is not None:
-            await self._process.wait()
+            with suppress(TimeoutError):  # who would tell of its end may be stopped
+                async with asyncio.timeout(STOP_GRACE_S):
+                    await self._process.wait()
         await cancel(*self._tasks)
         self._heartbeat.close()
         self._socket.close()
@@ -196,7 +194,7 @@ class WorkerProcess:
             elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
                 answer.set_result(event)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: Forked) -> None:
         code = await self._heartbeat.outlived(process)
         for _ in range(LAST_WORDS):  # what it said before it ended is read first
             if not await self._socket.poll(LAST_WORDS_MS):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from paceline.local.patience import patient
 from paceline.rpc import rpc_errors
@@ -16,6 +17,9 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import build_manifest, commit_versions, push_weights
+from rollout_gateway.workers.process import WorkerProcess
+
+Order = list[tuple[str, int, str]]
 
 
 def lease(served: Any, epoch: int = 1) -> tpb.CommandContext:
@@ -69,8 +73,27 @@ async def worker_versions(served: Any) -> list[tuple[int, int]]:
     ]
 
 
-async def until_serving(served: Any, versions: list[tuple[int, int]]) -> None:
+async def until_serving(served: Any, versions: list[tuple[int, int]], seconds: float = 20) -> None:
     """Returns when all workers are there and serve these."""
-    async with asyncio.timeout(patient(20)):
+    async with asyncio.timeout(patient(seconds)):
         while await worker_versions(served) != versions:
             pass
+
+
+def note_commands(monkeypatch: pytest.MonkeyPatch) -> Order:
+    """What is asked of which worker, and when it has answered."""
+    order: Order = []
+    ask, send = WorkerProcess.ask, WorkerProcess.send
+
+    async def noted(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
+        answer = await ask(process, command, deadline_s)
+        order.append(("answered", process.index, command.WhichOneof("command") or ""))
+        return answer
+
+    def sent(process: WorkerProcess, command: pb.WorkerCommand) -> None:
+        order.append(("sent", process.index, command.WhichOneof("command") or ""))
+        send(process, command)
+
+    monkeypatch.setattr(WorkerProcess, "ask", noted)
+    monkeypatch.setattr(WorkerProcess, "send", sent)
+    return order

@@ -14,6 +14,7 @@ import pytest
 from integration.gateway.commands import (
     commit,
     lease,
+    note_commands,
     push,
     release,
     resume,
@@ -30,7 +31,6 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import build_manifest, push_weights
-from rollout_gateway.workers.process import WorkerProcess
 
 POLICY, DRAFTER = pb.WEIGHT_TARGET_POLICY, pb.WEIGHT_TARGET_DRAFTER
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
@@ -38,7 +38,6 @@ TWO: dict[str, Any] = {"engine": {"workers": 2}}
 ARM = "eagle:3_1_4"
 PACED = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
 SLOW = {**PACED, "default_cost_s": 0.3}
-Order = list[tuple[str, int, str]]
 
 
 async def tokens(served: Any, seed: int, max_tokens: int) -> tuple[list[int], set[int]]:
@@ -164,25 +163,6 @@ async def test_one_worker_has_no_canary_and_two_need_none(
         await push(served, POLICY, 1)
         await commit(served, VersionSet(1, 1, 0))
         assert set(await worker_versions(served)) == {(1, 0)}
-
-
-def note_commands(monkeypatch: pytest.MonkeyPatch) -> Order:
-    """What is asked of which worker, and when it has answered."""
-    order: Order = []
-    ask, send = WorkerProcess.ask, WorkerProcess.send
-
-    async def noted(process: WorkerProcess, command: pb.WorkerCommand, deadline_s: float) -> Any:
-        answer = await ask(process, command, deadline_s)
-        order.append(("answered", process.index, command.WhichOneof("command") or ""))
-        return answer
-
-    def sent(process: WorkerProcess, command: pb.WorkerCommand) -> None:
-        order.append(("sent", process.index, command.WhichOneof("command") or ""))
-        send(process, command)
-
-    monkeypatch.setattr(WorkerProcess, "ask", noted)
-    monkeypatch.setattr(WorkerProcess, "send", sent)
-    return order
 
 
 async def test_the_canary_commits_alone_and_then_all_others_at_once(

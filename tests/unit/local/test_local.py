@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from paceline.config import AddressesConfig, RedisConfig, RunConfig, SecurityConfig, ServiceConfig
 from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
-from paceline.local import healthcheck
+from paceline.local import healthcheck, ports
 from paceline.local import redis as local_redis
 from paceline.local.launch import Launch
 from paceline.local.ports import free_port, free_ports, require_free, split_address
@@ -19,6 +20,7 @@ from paceline.local.redis import RedisLauncher, find_redis_server, launcher, res
 from paceline.local.services import SERVICES, service
 from paceline.local.supervisor import in_order, run_launches
 from paceline.local.user_directory import user_directory
+from rollout_gateway.engines import ENGINES
 
 NOBODY = "/nonexistent"
 
@@ -55,14 +57,22 @@ def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
     launches = {
         launch.name: launch for launch in run_launches(_config(), [Path("a.toml")], ["run.id=x"])
     }
-    assert list(launches) == [spec.name for spec in SERVICES]
+    assert list(launches) == ["forkserver", *(spec.name for spec in SERVICES)]
+    forkserver = launches.pop("forkserver")
+    assert forkserver.command[-1] == "drafter_trainer.rank"
     for launch in launches.values():
+        assert forkserver.environment.items() >= launch.environment.items() != {}
         assert launch.command[0] == sys.executable
         assert launch.command[-3:] == ("--config", "a.toml", "run.id=x")
     ports = [
         split_address(address)[1] for launch in launches.values() for address, _ in launch.ports
     ]
     assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408]
+
+
+def test_what_workers_of_the_embedded_engine_import_is_imported_for_them() -> None:
+    assert set(ENGINES["embedded"].forked) == set(service("gateway").forked)
+    assert ENGINES["sglang"].forked == ()
 
 
 def test_a_redis_that_others_run_is_only_waited_for_and_its_password_on_no_command_line(
@@ -189,6 +199,22 @@ def test_a_taken_port_is_named_with_its_setting() -> None:
             require_free(f"127.0.0.1:{port}", "addresses.http")
     require_free("127.0.0.1:0", "addresses.http")
     require_free(f"tcp://127.0.0.1:{free_port()}", "addresses.events")
+
+
+def test_no_two_processes_of_a_user_are_given_the_same_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = tmp_path / "range"
+    few.write_text("0 0")  # leaves the two hundred lowest
+    monkeypatch.setattr(ports, "_RANGE", few)
+    ours = [*free_ports(40), *free_ports(40)]
+    code = (
+        "import pathlib; from paceline.local import ports; "
+        f"ports._RANGE = pathlib.Path({str(few)!r}); print(*ports.free_ports(40))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    theirs = [int(port) for port in said.stdout.split()]
+    assert len({*ours, *theirs}) == 120
 
 
 @pytest.mark.parametrize("address", ["", "7400", "host:", "host:x", "host:70000", ":7400"])

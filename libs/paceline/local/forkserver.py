@@ -1,0 +1,260 @@
+"""The process that has imported modules and forks itself to run them: `python -m
+paceline.local.forkserver MODULE ...`, with a listening unix socket as its input.
+
+Each connection orders one process: an order comes, with two files for its output; its process id
+goes, and its exit status at its end. A connection that is closed before has its process killed. An
+empty order is answered at once, to show that all is imported.
+
+A fork goes on safely if its parent had one thread and no GPU open. Where that is not certain, where
+Python itself would start otherwise, and for a module that is not imported here, it begins anew with
+`python -m MODULE`, which is as slow as a start without this, and as right.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from setproctitle import setproctitle
+
+from paceline.local.processes import PARENT_VARIABLE, die_with_parent, keep_files_private
+
+ORDER_BYTES = 1 << 20
+OUTPUTS = 2
+_READ_BYTES = 1 << 16
+_OWN = {signal.SIGINT, signal.SIGTERM}
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOrder:
+    """What a fork is to be; one line of JSON."""
+
+    module: str
+    """Its main() is run."""
+    environment: Mapping[str, str]
+    """The whole of it."""
+    directory: str
+    """Its working directory."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    socket: socket.socket
+    order: bytes = b""
+    outputs: list[int] = field(default_factory=list)
+    pid: int = 0  # 0: not forked yet
+
+    def tell(self, **fact: int) -> None:
+        with suppress(OSError):  # who has gone needs no news
+            self.socket.sendall(json.dumps(fact).encode() + b"\n")
+
+
+def main() -> int:
+    """Imports, then forks as it is told; in a fork it returns what the module's main does."""
+    die_with_parent()
+    keep_files_private()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    modules = sys.argv[1:]
+    os.environ["SPT_NOENV"] = "1"  # a new title leaves what the system shows of the environment
+    setproctitle(f"python -m {__spec__.name}")  # without what its forks will be found by
+    _import(modules)
+    parent = os.getpid()
+    order, outputs, safe = _Server(socket.socket(fileno=0)).next_fork()
+    return _become(order, outputs, parent, modules if safe else ())
+
+
+def _import(modules: Sequence[str]) -> None:
+    gc.disable()  # a quarter of the time of an import of torch and transformers
+    for module in modules:
+        with suppress(Exception, SystemExit):  # it is imported again, and fails, in the fork
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection would write to the pages that are shared
+    gc.enable()
+
+
+class _Server:
+    """Takes orders and tells of their processes; one thread, nothing but poll."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._woken, waking = socket.socketpair()
+        for each in (listening, self._woken, waking):
+            each.setblocking(False)
+        self._waking = waking
+        self._connections: dict[int, _Connection] = {}
+        self._ending = False
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        self._poll = select.poll()
+        self._poll.register(listening, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+
+    def next_fork(self) -> tuple[ForkOrder, list[int], bool]:
+        """Serves; returns in each fork, with the order that it is to carry out, the files for its
+        output and whether it goes on safely. SIGTERM ends it when its last process has ended.
+        """
+        while not self._ending or any(one.pid for one in self._connections.values()):
+            heard = [number for number, _ in self._poll.poll()]
+            if self._woken.fileno() in heard:
+                self._reap()
+            for number in heard:
+                if number == self._listening.fileno():
+                    self._accept()
+                elif number not in self._connections:  # it has just ended
+                    continue
+                elif order := self._heard(connection := self._connections[number]):
+                    safe = _is_safe_to_fork()
+                    if self._forked(connection):
+                        return order, connection.outputs, safe
+        raise SystemExit(0)
+
+    def _end(self, *_: object) -> None:
+        self._ending = True
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has gone again
+            accepted, _ = self._listening.accept()
+            accepted.setblocking(False)
+            self._connections[accepted.fileno()] = _Connection(accepted)
+            self._poll.register(accepted, select.POLLIN)
+
+    def _heard(self, connection: _Connection) -> ForkOrder | None:
+        """Reads what has come; the order, once it is whole."""
+        try:
+            read, outputs, _, _ = socket.recv_fds(connection.socket, _READ_BYTES, OUTPUTS)
+        except BlockingIOError:
+            return None
+        except OSError:
+            read, outputs = b"", []
+        connection.outputs += outputs
+        connection.order += read
+        if not read or len(connection.order) > ORDER_BYTES:
+            self._drop(connection)
+        elif connection.order == b"\n":
+            connection.order = b""
+            connection.tell(pid=os.getpid())
+        elif not connection.pid and connection.order.endswith(b"\n"):
+            with suppress(ValueError, TypeError):
+                return ForkOrder(**json.loads(connection.order))
+            self._drop(connection)
+        return None
+
+    def _forked(self, connection: _Connection) -> bool:
+        """Forks; whether this is the fork."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN)  # until the fork's own handlers are set
+        connection.pid = os.fork()
+        if not connection.pid:
+            self._leave(connection)
+            return True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN)
+        connection.tell(pid=connection.pid)
+        self._close_outputs(connection)
+        return False
+
+    def _leave(self, own: _Connection) -> None:
+        """In the fork: nothing of the server stays open."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for connection in self._connections.values():
+            connection.socket.close()
+            if connection is not own:
+                self._close_outputs(connection)
+        self._listening.detach()  # its input, which something else is to become
+        self._woken.close()
+        self._waking.close()
+
+    def _drop(self, connection: _Connection) -> None:
+        """The connection is over; its process, if one runs, is killed and reaped like any other."""
+        if connection.pid:
+            os.kill(connection.pid, signal.SIGKILL)  # not reaped yet, so it is no other's
+        self._poll.unregister(connection.socket)
+        if not connection.pid:
+            self._forget(connection)
+
+    def _reap(self) -> None:
+        with suppress(BlockingIOError):
+            while self._woken.recv(_READ_BYTES):
+                pass
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for connection in list(self._connections.values()):
+                    if connection.pid == ended[0]:
+                        connection.tell(code=os.waitstatus_to_exitcode(ended[1]))
+                        self._forget(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        with suppress(KeyError):
+            self._poll.unregister(connection.socket)
+        del self._connections[connection.socket.fileno()]
+        self._close_outputs(connection)
+        connection.socket.close()
+
+    @staticmethod
+    def _close_outputs(connection: _Connection) -> None:
+        for output in connection.outputs:
+            os.close(output)
+        connection.outputs.clear()
+
+
+def _become(order: ForkOrder, outputs: Sequence[int], parent: int, imported: Sequence[str]) -> int:
+    """Runs the module in this fork; its exit status. `imported`: modules that can go on in it."""
+    anew = order.module not in imported or _starts_otherwise(order)
+    os.environ.clear()
+    os.environ.update({**order.environment, PARENT_VARIABLE: str(parent)})
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for output, number in zip(outputs, (1, 2), strict=True):
+        os.dup2(output, number)
+        os.close(output)
+    os.chdir(order.directory)
+    if anew:
+        _execute(order.module)
+    sys.argv = [order.module]
+    setproctitle(f"python -m {order.module}")
+    status: int = importlib.import_module(order.module).main()
+    return status
+
+
+def _execute(module: str) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", module])  # noqa: S606 - no shell is meant
+
+
+def _starts_otherwise(order: ForkOrder) -> bool:
+    """Whether Python reads something else at its start than it did here."""
+
+    def read(environment: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
+
+    return read(order.environment) != read(os.environ)
+
+
+def _is_safe_to_fork() -> bool:
+    """Whether this process has one thread and no GPU open; False where that cannot be seen."""
+    try:
+        threads = os.listdir("/proc/self/task")
+        with os.scandir("/proc/self/fd") as opened:  # itself opened until its end
+            files = [os.readlink(each.path) for each in opened]
+    except OSError:
+        return False
+    return len(threads) == 1 and not any(name.startswith("/dev/nvidia") for name in files)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
