@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.cli.plan import parse_gpus, plan_run
-from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, READ, RELEASES, HookPoint
+from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, RELEASES, HookPoint
 
 EXAMPLE = "examples/sglang/qwen2.5-7b-8gpus.toml"
 GPUS = "8x80"
@@ -36,10 +36,11 @@ def sglang_page() -> str:
         "",
         "Written by `make docs` from the code.",
         *("", "## Releases", ""),
-        f"SGLang {', '.join(RELEASES)}; every other release is refused by name.",
-        "`make test-sglang` runs the tests over the first, `make test-sglang SGLANG=RELEASE` over",
-        f"another. The hooks take what {', '.join(READ)} calls them with, by its source; it is not",
-        "driven before the tests have passed over it.",
+        f"SGLang {' and '.join(RELEASES)}; every other release is refused by name.",
+        "`make setup-sglang` installs the first and `make test-sglang` runs the tests over it,",
+        "`SGLANG=RELEASE` behind either takes another. The torch and transformers of",
+        "`constraints.txt` are those that the first asks for; with these the tests have passed",
+        "over each, on the CPU.",
         "",
         "The plugin takes hold of SGLang at these functions, below `sglang.srt`. A test compares",
         "their parameters with those of the installed release.",

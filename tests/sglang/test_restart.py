@@ -1,9 +1,12 @@
 """A killed SGLang: its request ends as unavailable, another starts, loads the committed versions
-and serves again.
+and serves again. One that is killed while it starts leaves no process.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from transformers import AutoTokenizer
 
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
+from paceline.local.processes import child_environment
 from paceline.rpc import channel
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
@@ -27,6 +31,9 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.weights import build_manifest, commit_versions, push_weights
 from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engines import find_engine
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 from rollout_gateway.server import running
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -104,3 +111,49 @@ async def ask(port: int, prompt: list[int], count: int) -> list[int]:
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
+
+
+def started_host(folder: Path) -> subprocess.Popen[bytes]:
+    """The process of an engine worker that begins to start SGLang; nobody listens to it."""
+    spec = SGLangSpec(
+        model_dir=str(DEMO / "policy_start"), drafter="off", device="cpu", max_sequence_tokens=256
+    )
+    worker = WorkerSpec(worker_index=0, kind="sglang", engine=spec.model_dump(mode="json"))
+    worker.write(folder / "spec.json")
+    environment = {
+        **child_environment(),
+        SPEC_VARIABLE: str(folder / "spec.json"),
+        SOCKET_VARIABLE: f"ipc://{folder / 'socket'}",
+    }
+    return subprocess.Popen([sys.executable, "-m", find_engine("sglang").process], env=environment)
+
+
+def begun(process: psutil.Process, library: str) -> bool:
+    """Whether a process is one that SGLang has spawned, and has loaded a library so far."""
+    try:
+        if "spawn_main" not in "".join(process.cmdline()):
+            return False
+        return not library or any(library in one.path for one in process.memory_maps())
+    except psutil.Error:  # it is between fork and exec
+        return False
+
+
+@pytest.mark.parametrize("loaded", ["", "libtorch_cpu"], ids=["as they begin", "as they import"])
+def test_a_host_that_is_killed_while_sglang_starts_leaves_none_of_its_processes(
+    tmp_path: Path, loaded: str
+) -> None:
+    host = started_host(tmp_path)
+    of_host = psutil.Process(host.pid)
+    until = time.monotonic() + patient(120)
+    while sum(begun(one, loaded) for one in of_host.children()) < 2:  # scheduler and detokenizer
+        assert host.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    of_host.suspend()  # it spawns no other meanwhile
+    family = of_host.children(recursive=True)
+    host.kill()
+    host.wait()
+    _, left = psutil.wait_procs(family, timeout=patient(20))
+    for one in left:
+        one.kill()
+    assert left == []

@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-RELEASES = ("0.5.21",)
-"""SGLang releases over which tests/sglang pass."""
-READ = ("0.5.23",)
-"""Releases whose hook points stand in the table as their source has them, and which the hooks take.
-Not driven before tests/sglang have passed over them.
-"""
+RELEASES = ("0.5.21", "0.5.23")
+"""SGLang releases over which tests/sglang pass. The first is installed unless another is named."""
 
 
 @dataclass(frozen=True, slots=True)

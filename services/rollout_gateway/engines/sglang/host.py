@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.local.heartbeat import answer_beats
 from paceline.local.ports import free_ports
 from paceline.local.process_directory import process_directory, sweep_with_us
-from paceline.local.processes import LOOPBACK_ONLY
+from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
 from paceline.models.config import read_config_json
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 from rollout_gateway.engines.sglang.hook_points import RELEASES
@@ -61,6 +61,8 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
     """Variables for SGLang and its children."""
     values = {
         "SGLANG_PLUGINS": "paceline",
+        # else a policy that computes no finite number draws as if all were well, also for a canary
+        "SGLANG_SANITIZE_NAN_LOGITS": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -193,7 +195,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
 
     values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
-    os.environ |= rendezvous(folder, values["nccl_port"])
+    os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
     tempfile.tempdir = str(folder)  # where this process names the sockets of SGLang's parts
     from sglang.srt.entrypoints.engine import Engine
 
@@ -268,5 +270,21 @@ def restarted(spec: SGLangSpec) -> bool:
     return False
 
 
+def tie_to_parent() -> None:
+    """In a process that SGLang has spawned: it dies with the one that has spawned it, and at once
+    when that is dead.
+
+    SGLang itself does so only after its imports. A host that was killed until then has left
+    processes that never end.
+    """
+    parent = int(os.environ[PARENT_VARIABLE])
+    die_with_parent()
+    if os.getppid() != parent:  # dead already; perhaps nobody has waited for it yet
+        raise SystemExit(1)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # to what this process will spawn
+
+
+if __name__ == "__mp_main__":  # multiprocessing runs the host's module first in what it spawns
+    tie_to_parent()
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -5,6 +5,7 @@ launched.
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from paceline.errors import ConfigError
 from rollout_gateway.engines.sglang import host
+from rollout_gateway.engines.sglang.hook_points import RELEASES
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
@@ -114,6 +116,26 @@ def test_a_missing_or_unknown_sglang_is_named_with_what_to_do(
     monkeypatch.setattr(host, "version", version)
     with pytest.raises(
         ConfigError,
-        match="make setup-sglang" if installed is None else r"seen: 0\.5\.22; allowed: 0\.5\.21",
+        match="make setup-sglang"
+        if installed is None
+        else r"seen: 0\.5\.22; allowed: 0\.5\.21 or 0\.5\.23",
     ):
         host.check_installed()
+
+
+@pytest.mark.parametrize("installed", RELEASES)
+def test_every_release_of_the_table_is_taken(
+    monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    monkeypatch.setattr(host, "version", lambda _: installed)
+    assert host.check_installed() == installed
+
+
+def test_sglang_puts_no_numbers_where_logits_are_none_whatever_its_surroundings_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given[2]))
+    started: list[dict[str, str]] = []
+    host.restarted(spec())
+    assert started[0]["SGLANG_SANITIZE_NAN_LOGITS"] == "0"
