@@ -23,10 +23,12 @@ import zmq.asyncio
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
+from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
 from rollout_gateway.engines.worker.spec import WorkerSpec
 from rollout_gateway.workers.process import WorkerProcess
@@ -65,7 +67,8 @@ class BenchWorker:
         ring = RowRing.create(1 << 14, 2 * HIDDEN) if captures else None
         path = str(ring.path) if ring else ""
         spec = WorkerSpec(worker_index=0, kind=kind, ring_path=path, engine=settings(kind))
-        self._process = WorkerProcess(spec, ring, folder, self._on_tokens)
+        self._forker = Forker(find_engine(kind).forked, None)
+        self._process = WorkerProcess(spec, self._forker, ring, folder, self._on_tokens)
         self._next = 0
         self._done: dict[int, pb.TokenChunk] = {}
         self._wanted: set[int] = set()
@@ -80,6 +83,7 @@ class BenchWorker:
     async def stop(self) -> None:
         """End the process."""
         await self._process.stop()
+        await self._forker.close()
 
     def _on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         for chunk in tokens.chunks:

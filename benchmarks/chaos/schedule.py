@@ -37,7 +37,8 @@ class Trigger(StrEnum):
     COMMITTED = "committed"  # fact: a step ended
 
 
-GATEWAY, REDIS, DISK, SUPERVISOR = "gateway", "redis", "disk", "supervisor"
+GATEWAY, REDIS, DISK = "gateway", "redis", "disk"
+FORKSERVER, SUPERVISOR = "forkserver", "supervisor"
 PROCESSES = (
     "coordinator",
     GATEWAY,
@@ -48,6 +49,7 @@ PROCESSES = (
     "drafter trainer",
     REDIS,
     "redis features",
+    FORKSERVER,
     SUPERVISOR,
 )
 ANY = tuple(Trigger)

@@ -118,11 +118,11 @@ class System:
         service = service_of(target)
         if target not in _PARTS:
             return [self._pids[service]] if self._pids.get(service) else []
-        below = psutil.Process(self._pids[service]).children(recursive=True)
+        if self._supervisor is None:
+            return []
+        below = psutil.Process(self._supervisor.pid).children(recursive=True)
         words = _PARTS[target][1]
         found = [one for one in below if words in " ".join(one.cmdline())]
-        parents = {one.ppid() for one in found}  # who forks them has their command line
-        found = [one for one in found if one.pid not in parents]
         return [one.pid for one in sorted(found, key=lambda one: (one.create_time(), one.pid))]
 
     @property

@@ -33,10 +33,12 @@ from starlette.types import Receive, Scope, Send
 from benchmarks.demo_runs import demo_folder
 from benchmarks.gateway.load import STREAM_DEADLINE_S, Order, percentile_ms
 from paceline.errors import DeadlineExceeded, InternalError
+from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.worker.ring import RowArray
 from rollout_gateway.engines.worker.spec import WorkerSpec
 from rollout_gateway.testing.scripted.script import next_beat
@@ -235,8 +237,9 @@ async def direct_worker(
     engine = {**settings, "tokenizer": str(model / "tokenizer.json")}
     found: list[DirectWorker] = []
     spec = WorkerSpec(worker_index=0, kind="scripted", engine=engine)
+    forker = Forker(find_engine(spec.kind).forked, None)
     process = WorkerProcess(
-        spec, None, folder, lambda tokens, rows: found[0].on_tokens(tokens, rows)
+        spec, forker, None, folder, lambda tokens, rows: found[0].on_tokens(tokens, rows)
     )
     found.append(DirectWorker(process, TextCodec(model)))
     context = zmq.asyncio.Context()
@@ -245,6 +248,7 @@ async def direct_worker(
         yield found[0]
     finally:
         await process.stop()
+        await forker.close()
         context.destroy(linger=0)
 
 

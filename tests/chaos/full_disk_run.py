@@ -17,7 +17,8 @@ from paceline.errors import Unavailable
 from paceline.local.launch import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.redis import resolved
-from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.services import service
+from paceline.local.supervisor import Supervisor, launch_of
 from paceline.streams import RedisStream, connect
 
 TIMES = 4
@@ -58,7 +59,7 @@ async def main(directory: Path) -> None:
     config = ServiceConfig(run=RunConfig(dir=str(directory)))
     url = resolved(config).redis.durable_url
     needy = Launch("needy", (sys.executable, "-c", NEEDY, url), depends_on=("redis",))
-    launches = [run_launches(config, [], [f"run.dir={directory}"])[0], needy]
+    launches = [launch_of(service("redis"), config, [f"run.dir={directory}"]), needy]
     events: asyncio.Queue[ChildEvent] = asyncio.Queue()
 
     async def heard(name: str, kind: str) -> ChildEvent:

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from demo_runs import SMALL, demo, wait_for
+from families import below
 
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
@@ -36,16 +36,6 @@ def stopped_s(pid: int) -> float:
     os.close(handle)
     assert ended, "nobody has killed it"
     return time.monotonic() - began
-
-
-def below(pid: int, words: str) -> int:
-    """The last started process below one of ours whose command line holds these words."""
-    found = [
-        process
-        for process in psutil.Process(pid).children(recursive=True)
-        if words in " ".join(process.cmdline())
-    ]
-    return max(found, key=lambda process: (process.create_time(), process.pid)).pid
 
 
 def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_path: Path) -> None:
@@ -70,7 +60,7 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
             late[name] = (seen_s[name], limit_s)
 
     for part, (service, words) in parts.items():
-        stop(part, below(pids[service], words))
+        stop(part, below(words, process.pid)[-1].pid)
         wait_for(process, f"{service} recovered")
     for service in ("gateway", "policy_trainer", "drafter_trainer", "coordinator", "redis"):
         stop(service, pids[service])

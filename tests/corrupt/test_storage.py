@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from demo_runs import SMALL, demo, wait_for
+from families import below
 
 from paceline.local.patience import patient
 
@@ -86,7 +87,7 @@ def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_go
                 flip(file)
         for file in run.rglob("policy_head-*/model.safetensors"):
             flip(file)
-        psutil.Process(pid_of(lines, "drafter_trainer")).children()[0].kill()
+        below("drafter_trainer.rank", process.pid)[0].kill()
         awaited = {"does not start", "drafter_trainer recovered"}
         while awaited:
             (line,) = wait_for(process, "")

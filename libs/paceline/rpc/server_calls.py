@@ -27,7 +27,7 @@ from paceline.errors import (
 )
 from paceline.rpc.metrics import REFUSED
 from paceline.rpc.security import check_token
-from paceline.rpc.status import REFUSALS, code_of, error_from_rpc, status_of
+from paceline.rpc.status import MALFORMED, REFUSALS, code_of, error_from_rpc, status_of
 from paceline.telemetry import current_trace_id, extract_metadata, get_logger, mark_failed, span
 
 HEALTH = "/grpc.health.v1.Health/"
@@ -187,7 +187,7 @@ def _parsed(deserialize: _Parser | None, cap: int | None, raw: bytes) -> Any:
     except DecodeError as error:
         raise InvalidInput(
             "the request is not the message that this method takes",
-            reason="MALFORMED",
+            reason=MALFORMED,
             seen=f"{len(raw)} bytes: {error}",
             allowed="that message as protobuf",
         ) from error

@@ -33,6 +33,8 @@ REFUSALS = {
     NOT_ALLOWED: grpc.StatusCode.PERMISSION_DENIED,
 }
 """Reasons for which a call is not let in, with their codes."""
+MALFORMED = "MALFORMED"
+"""Reason for which bytes that are no message of the method are refused."""
 _DETAILS_KEY = "grpc-status-details-bin"
 _RETRY_AFTER_S = 1.0
 _LONGEST_RETRY_S = 3600.0
@@ -110,7 +112,7 @@ def status_of(error: PacelineError) -> Status:
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     """The error that the server raised, as the same class; of foreign errors the class that fits
-    the code.
+    the code. What we have sent and was no message when it arrived is DataLoss.
     """
     message = error.details() or f"the call failed with {error.code().name}"
     details = _details(error)
@@ -120,6 +122,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
         facts = info.metadata
         known = _CLASSES.get(error.code(), errors.InternalError)
         family = errors.FAMILIES.get(facts.get("family", ""), known)
+        if info.reason == MALFORMED:
+            family = errors.DataLoss
         seen, allowed = facts.get("seen"), facts.get("allowed")
         return family(
             message, reason=info.reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s

@@ -13,8 +13,10 @@ from typing import Any
 
 import grpc
 
+from paceline.errors import DataLoss
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import rpc_errors
+from paceline.telemetry import get_logger
 from paceline.tensors import NamedTensor
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
@@ -31,6 +33,8 @@ SLOWEST_BYTES_PER_S = 20e6
 together).
 """
 COMMAND_DEADLINE_S = 60.0
+DAMAGED_TRIES = 3
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +70,35 @@ async def push_weights(
     deadline_s: float | None = None,
 ) -> PushReport:
     """Sends the chunks the receiver wants; called again after a failure it sends only the rest.
+    What was damaged on its way is sent again, DAMAGED_TRIES times in all.
 
     Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
     ResourceExhausted, Unavailable, DeadlineExceeded.
     """
     started_s = time.monotonic()
     deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
+    for tries_left in reversed(range(DAMAGED_TRIES)):
+        try:
+            return await _push(channel, manifest, tensors, context, started_s, deadline_s)
+        except DataLoss as error:
+            if not tries_left:
+                raise
+            _log.warning("damaged on its way, sent again", error=str(error))
+    raise AssertionError("the last try returns or raises")
+
+
+async def _push(
+    channel: grpc.aio.Channel,
+    manifest: pb.Manifest,
+    tensors: Sequence[NamedTensor],
+    context: CommandContext,
+    started_s: float,
+    deadline_s: float,
+) -> PushReport:
     with rpc_errors():
         stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
         request = pb.PrepareRequest(context=context, manifest=manifest)
-        wanted = await stub.Prepare(request, timeout=deadline_s)
+        wanted = await stub.Prepare(request, timeout=deadline_s - (time.monotonic() - started_s))
         if wanted.complete:
             return PushReport(bytes=0, push_s=time.monotonic() - started_s)
         push: Any = channel.stream_unary(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import zip_longest
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, count, zip_longest
+from operator import is_not
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 BLOCK = 64
 """Values that are copied with one that changes."""
+_NOTHING = object()
 
 
 class Row(Generic[T]):
@@ -62,12 +64,11 @@ class Row(Generic[T]):
 
     def changed_since(self, old: Row[T]) -> Iterator[int]:
         """Places whose values differ from those of an older row, or that it lacks."""
-        nothing = object()
-        for number, (block, was) in enumerate(zip_longest(self._blocks, old._blocks, fillvalue=())):
-            if block is was:
-                continue
-            for place, (value, before) in enumerate(zip_longest(block, was, fillvalue=nothing)):
-                if value is not before and value != before:
+        if self is old:
+            return
+        for number, block, was in _others(self._blocks, old._blocks, ()):
+            for place, value, before in _others(block, was, _NOTHING):
+                if value != before:
                     yield number * BLOCK + place
 
     def __getitem__(self, index: int) -> T:
@@ -89,3 +90,17 @@ class Row(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Row{tuple(self)}"
+
+
+def _others(
+    values: Sequence[Any], old: Sequence[Any], nothing: Any
+) -> Iterator[tuple[int, Any, Any]]:
+    """Places at which there are not the same objects, and what is at each; no loop of Python's
+    passes the many that are.
+    """
+    if len(values) == len(old):
+        for place in compress(count(), map(is_not, values, old)):
+            yield place, values[place], old[place]
+        return
+    for place, (value, before) in enumerate(zip_longest(values, old, fillvalue=nothing)):
+        yield place, value, before
