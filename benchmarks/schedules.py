@@ -22,6 +22,8 @@ from paceline.errors import InvalidInput
 APART = ("placement=disaggregated", "learner_slots=1")
 NO_EVALUATIONS = ("coordinator.evaluation.every=0", "coordinator.evaluation.probe_every=0")
 """Between steps: they would be the same pause in every run."""
+CORRECTED = "policy_trainer.algorithm.behavior_cap=2"
+"""Of the arm whose tokens are drawn by weights two versions old."""
 LAGS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 ACCURACY_WITHIN = 0.05
 """Held-out accuracy of a schedule below that of `sync`, at most, by the median of the seeds."""
@@ -47,9 +49,11 @@ def arms() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for schedule, lag in LAGS.items():
         chosen = (f"schedule={schedule}", f"max_policy_lag={lag}")
-        found[schedule] = tuple(f"coordinator.{one}" for one in chosen)
+        corrected = (CORRECTED,) if lag > 1 else ()
+        together = tuple(f"coordinator.{one}" for one in chosen)
         apart = tuple(f"coordinator.{one}" for one in (*chosen, *APART))
-        found[f"{schedule}-apart"] = (*apart, "gateway.engine.workers=1")
+        found[schedule] = (*together, *corrected)
+        found[f"{schedule}-apart"] = (*apart, "gateway.engine.workers=1", *corrected)
     return found
 
 
@@ -107,11 +111,12 @@ def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
 
 
 def tokens_s(one: DemoRun) -> float:
-    """Tokens trained a second, from the end of the first step to that of the last: services are
-    warm then.
+    """Tokens trained a second, prompts included, from the end of the first step, when services are
+    warm, to that of the last.
     """
     ends = [float(step["finished_at_s"]) for step in one.steps]
-    return sum(int(step["response_tokens"]) for step in one.steps[1:]) / (ends[-1] - ends[0])
+    trained = sum(step["policy"]["batch_tokens"] for step in one.steps[1:])
+    return float(trained / (ends[-1] - ends[0]))
 
 
 def staleness(one: DemoRun) -> Counter[int]:

@@ -17,7 +17,7 @@ def run(arm: str, step_s: float, ages: dict[str, int], accuracy: float = 0.8) ->
     steps: list[dict[str, Any]] = [
         {
             "step": str(number),
-            "response_tokens": "1000",
+            "policy": {"batch_tokens": 1000.0},
             "finished_at_s": 60 + step_s * number,
             "reward_mean": 0.1 * number,
             "staleness": ages,
