@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,22 @@ from paceline.local.redis import RedisLauncher, Role
 from paceline.streams import connect
 
 ANSWER_DEADLINE_S = 120.0
+
+
+def running(module: str, pid: int | None = None) -> list[psutil.Process]:
+    """Processes below that one, else this, that run a module, in the order of their start.
+
+    Ranks and engine workers are found by it: they are forks of another process than their service.
+    """
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            # The end of the name counts: settings on a command line begin with services' names.
+            if f"-m {module} " in " ".join([*process.cmdline(), ""]) and (
+                process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+    return sorted(found, key=lambda one: (one.create_time(), one.pid))
 
 
 @dataclass(frozen=True, slots=True)

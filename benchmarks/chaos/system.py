@@ -20,6 +20,7 @@ from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.remains import WEIGHTS
 from benchmarks.chaos.schedule import SUPERVISOR, Trigger
 from benchmarks.chaos.settings import RUN_ID, settings
+from benchmarks.processes import running
 from paceline.config.tables import merge, write_tables
 from paceline.errors import FailedPrecondition, PacelineError
 from paceline.events import FactSubscriber
@@ -39,7 +40,7 @@ _PROXIED = {
 }
 """Who reaches a server through a proxy."""
 _PARTS = {
-    "engine worker": ("gateway", "engines.worker.process"),
+    "engine worker": ("gateway", "rollout_gateway.engines.worker.process"),
     "policy rank": ("policy_trainer", "policy_trainer.rank"),
     "drafter rank": ("drafter_trainer", "drafter_trainer.rank"),
 }
@@ -120,10 +121,7 @@ class System:
             return [self._pids[service]] if self._pids.get(service) else []
         if self._supervisor is None:
             return []
-        below = psutil.Process(self._supervisor.pid).children(recursive=True)
-        words = _PARTS[target][1]
-        found = [one for one in below if words in " ".join(one.cmdline())]
-        return [one.pid for one in sorted(found, key=lambda one: (one.create_time(), one.pid))]
+        return [one.pid for one in running(_PARTS[target][1], self._supervisor.pid)]
 
     @property
     def down(self) -> list[str]:

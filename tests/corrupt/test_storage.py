@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 from demo_runs import SMALL, demo, wait_for
-from families import below
 
+from benchmarks.processes import running
 from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.corrupt, pytest.mark.timeout(300)]
@@ -87,7 +87,7 @@ def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_go
                 flip(file)
         for file in run.rglob("policy_head-*/model.safetensors"):
             flip(file)
-        below("drafter_trainer.rank", process.pid)[0].kill()
+        running("drafter_trainer.rank", process.pid)[0].kill()
         awaited = {"does not start", "drafter_trainer recovered"}
         while awaited:
             (line,) = wait_for(process, "")

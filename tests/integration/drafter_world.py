@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from families import below
 from redis.asyncio import Redis
 from safetensors.torch import load_file
 
+from benchmarks.processes import running
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
@@ -92,7 +92,7 @@ class World:
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
-            children = below("drafter_trainer")
+            children = running("drafter_trainer.rank")
             self.process.send_signal(number)
             await asyncio.wait_for(self.process.wait(), patient(30))
             _, alive = psutil.wait_procs(children, timeout=patient(10))

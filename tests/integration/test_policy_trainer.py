@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from families import below
 from redis.asyncio import Redis
 from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.processes import running
 from paceline.config import SecurityConfig
 from paceline.errors import InternalError, StaleEpoch, Unavailable, WeightsError
 from paceline.local.news import VARIABLE as NEWS_VARIABLE
@@ -205,7 +205,7 @@ class World:
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
-            children = below("policy_trainer")
+            children = running("policy_trainer.rank")
             self.process.send_signal(number)
             await asyncio.wait_for(self.process.wait(), patient(30))
             _, alive = psutil.wait_procs(children, timeout=patient(10))
