@@ -38,6 +38,8 @@ def main() -> None:
         speak_early(link, Path(spoken))
     elif os.environ.get("RANK_ECHO") != "silent":
         link.ready()
+        for news in os.environ.get("RANK_ECHO_NEWS", "").splitlines():
+            link.send(news.encode())
     while True:
         message = link.receive(60.0)
         if message == b"environment":

@@ -21,6 +21,9 @@ from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
+from paceline.ranks.messages import Doing
+from paceline.ranks.watched import WatchedRanks
+from policy_trainer.messages import MESSAGES, Progress, Started
 
 BEAT_S = LIMIT_S / 6
 IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -45,6 +48,32 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
     await ranks.send(b"x" * 2_000_000)
     answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
     assert answers == {0: b"x" * 2_000_000, 1: b"x" * 2_000_000}
+
+
+async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
+    tmp_path: Path,
+) -> None:
+    stand = Started(Progress(policy_version=2))
+    said = [Doing("trains micro-batch 1 of 2"), Doing("trains micro-batch 2 of 2"), stand]
+    news = b"\n".join(map(MESSAGES.encode, said)).decode()
+    order: list[object] = []
+
+    async def started() -> None:
+        order.append("start")
+
+    watched = WatchedRanks(
+        _group(tmp_path, 1, RANK_ECHO_NEWS=news),
+        MESSAGES,
+        service="policy_trainer",
+        start_deadline_s=patient(20.0),
+        on_start=started,
+        on_message=order.append,
+    )
+    watching = asyncio.create_task(watched.supervise())
+    await watched.wait_ready(patient(20.0))
+    assert order == [stand, "start"]
+    watching.cancel()
+    await watched.stop(2.0)
 
 
 async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGroup) -> None:

@@ -91,7 +91,8 @@ class WatchedRanks(Generic[M]):
         while True:
             try:
                 await self._group.start(self._start_deadline_s)
-                self._take(*await self._group.receive(self._start_deadline_s))
+                while not self._take(*await self._group.receive(self._start_deadline_s)):
+                    pass  # what it does before it tells where it stands, such as a replay
                 await self._on_start()
                 self._down.clear()
                 self._ready.set()
@@ -211,16 +212,18 @@ class WatchedRanks(Generic[M]):
                 continue
             self._take(rank, data)
 
-    def _take(self, rank: int, data: bytes) -> None:
+    def _take(self, rank: int, data: bytes) -> bool:
+        """Whether it was a word for the service, not only of what a rank is at."""
         message = self._messages.decode(data)
         self._doing.moves()
         if isinstance(message, Impaired):
             tell_supervisor("impaired", message.what)
-            return
+            return False
         if isinstance(message, Doing):
             self._doing.begins(message.what, message.waits_for)
-            return
+            return False
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))
         if news is not None:
             news.put_nowait(message)
+        return True
