@@ -36,6 +36,7 @@ BENCHES = {
         "benchmarks.schedules",
         "whole demo runs under every schedule and placement: tokens trained a second, reward",
     ),
+    "policy": ("benchmarks.policy.run", "a step of the policy trainer beside a plain loop"),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it

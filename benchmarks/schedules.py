@@ -22,7 +22,7 @@ from paceline.errors import InvalidInput
 APART = ("placement=disaggregated", "learner_slots=1")
 NO_EVALUATIONS = ("coordinator.evaluation.every=0", "coordinator.evaluation.probe_every=0")
 """Between steps: they would be the same pause in every run."""
-CORRECTED = "policy_trainer.algorithm.behavior_cap=2"
+CORRECTED = "policy_trainer.algorithm.correction.weight=token"
 """Of the arm whose tokens are drawn by weights two versions old."""
 LAGS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 ACCURACY_WITHIN = 0.05

@@ -7,26 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config import Config, OptimizerConfig, ServiceConfig
-
-
-class AlgorithmConfig(Config):
-    """Policy-gradient variant."""
-
-    name: str = "grpo"
-    """Which one: a name of algorithms/__init__.py, or package.module:Class."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above 1 + clip_high."""
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation."""
-    behavior_cap: float = Field(default=0.0, ge=0)
-    """Weigh tokens by min(proximal / behavior ratio, this cap); 0 leaves the correction out."""
-    updates_per_step: int = Field(default=1, ge=1)
-    """Passes over the batch, one optimiser update each."""
-    options: dict[str, float | int | bool | str] = Field(default={})
-    """Settings of an algorithm of your own."""
+from paceline.config import OptimizerConfig, ServiceConfig
+from policy_trainer.algorithm_settings import AnyAlgorithm, GrpoConfig
 
 
 class PolicyTrainerConfig(ServiceConfig):
@@ -34,7 +16,7 @@ class PolicyTrainerConfig(ServiceConfig):
 
     model: str = "examples/demo/policy_start"
     """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3)."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AnyAlgorithm = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; auto takes CUDA where there is one."""
@@ -53,7 +35,11 @@ class PolicyTrainerConfig(ServiceConfig):
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Most tokens of a rank's forward, padding included."""
     row_tokens: int = Field(default=128, ge=1)
-    """Tokens of a packed row; a longer trajectory widens the rows of its step."""
+    """Tokens of a packed row; a longer trajectory has a row of its own."""
+    head_rows: int = Field(default=1024, ge=1)
+    """Tokens whose logits are computed at once; more of them in chunks, which are computed again in
+    the backward.
+    """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""
     push_head: bool = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,8 @@ from paceline.errors import InternalError
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Save
 from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.model import load_policy
-from policy_trainer.learn.parallel import form_mesh, shard
+from policy_trainer.learn.build import build_learner
+from policy_trainer.learn.parallel import form_mesh
 from policy_trainer.messages import MESSAGES, Train
 from policy_trainer.rank_zero import RankZero
 from policy_trainer.trainer import PolicyTrainer
@@ -33,11 +31,8 @@ def make_deterministic() -> None:
 
 def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     """The trainer of this rank, resumed. Collective."""
-    mesh = form_mesh(config)
-    policy = load_policy(Path(config.model), recompute=config.recompute_activations)
-    model = shard(policy, mesh, reshard_after_forward=config.reshard_after_forward)
-    learner = Learner(config, model, mesh)
-    zero = RankZero(config, link, learner.algorithm) if dist.get_rank() == 0 else None
+    learner = build_learner(config, form_mesh(config))
+    zero = RankZero(config, link) if dist.get_rank() == 0 else None
     trainer = PolicyTrainer(config, learner, zero)
     trainer.resume()
     return trainer

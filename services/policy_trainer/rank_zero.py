@@ -20,7 +20,6 @@ from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
-from policy_trainer.algorithms.base import Algorithm
 from policy_trainer.batches.batcher import Batcher
 from policy_trainer.batches.collected import Collected, collected_of, count_batch
 from policy_trainer.batches.groups import Wanted
@@ -48,10 +47,9 @@ _log = get_logger(__name__)
 class RankZero:
     """Rank 0's connections, and the event loop they run on."""
 
-    def __init__(self, config: PolicyTrainerConfig, link: RankLink, algorithm: Algorithm) -> None:
+    def __init__(self, config: PolicyTrainerConfig, link: RankLink) -> None:
         self._config = config
         self._link = link
-        self._algorithm = algorithm
         self._runner = asyncio.Runner()
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
         self._client = connect(config.redis.durable_url)
@@ -76,7 +74,7 @@ class RankZero:
         records = self._records.load()
         missed = [record for record in records if record.step > progress.step]
         _check_replay(progress.policy_version, missed, found)
-        replays = [collected_of(self._batcher.take(record), self._algorithm) for record in missed]
+        replays = [collected_of(self._batcher.take(record)) for record in missed]
         for record in records:
             self._runner.run(self._batcher.settle(record))
             self._runner.run(self._batcher.mark(record))
@@ -180,6 +178,10 @@ class RankZero:
             reward=round(progress.batch.reward_mean, 4),
             loss=round(progress.figures.loss, 6),
             grad_norm=round(progress.figures.grad_norm, 4),
+            entropy=round(progress.figures.entropy, 4),
+            behavior_gap=round(progress.figures.behavior_gap, 6),
+            clip_fraction=round(progress.figures.clip_fraction, 4),
+            **{name: round(value, 6) for name, value in progress.figures.figures.items()},
             train_s=round(progress.figures.train_s, 3),
             trajectories=progress.batch.trajectories,
             zero_variance_groups=progress.batch.zero_variance_groups,
@@ -193,7 +195,7 @@ class RankZero:
             "policy.read_groups", parent=extract(command.sender.carrier), step=wanted.step
         ) as current:
             batch = await self._batcher.collect(wanted)
-            collected = collected_of(batch, self._algorithm)
+            collected = collected_of(batch)
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
             count_batch(batch)

@@ -190,7 +190,7 @@ class PolicyTrainer:
             if collected
             else nullcontext()
         ):
-            figures = self.learner.step(batch)
+            figures = self.learner.step(batch, self.progress.policy_version)
 
         facts = collected.facts if collected else BatchFacts()  # only rank 0 is asked for them
         self.progress = dataclasses.replace(

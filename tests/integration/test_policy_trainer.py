@@ -59,7 +59,7 @@ from policy_trainer.algorithms.grpo import Grpo
 class NanLoss(Grpo):
     def loss(self, tokens):
         loss = super().loss(tokens)
-        return dataclasses.replace(loss, loss_sum=loss.loss_sum * float("nan"))
+        return dataclasses.replace(loss, losses=loss.losses * float("nan"))
 """
 
 
@@ -323,7 +323,7 @@ async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_count
 async def test_a_session_with_a_log_prob_that_is_nan_is_left_out_and_the_others_are_trained(
     world: World,
 ) -> None:
-    await world.start(ranks=1, **{"algorithm.behavior_cap": 2.0})
+    await world.start(ranks=1, **{"algorithm.correction.weight": "token"})
     ledger = Ledger(world.client, world.run)
     broken, *others = made(world.run, 0, 0)
     logprobs = (*broken.behavior_logprobs[:-1], math.nan)

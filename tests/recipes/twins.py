@@ -85,6 +85,6 @@ from policy_trainer.algorithms.grpo import Grpo
 
 
 class Reversed(Grpo):
-    def advantages(self, rewards, groups, weights):
-        return -super().advantages(rewards, groups, weights)
+    def advantages(self, batch):
+        return -super().advantages(batch)
 """

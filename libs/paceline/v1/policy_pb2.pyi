@@ -66,7 +66,14 @@ class BatchReady(_message.Message):
     def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PolicyStepped(_message.Message):
-    __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash", "skipped_updates")
+    __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash", "skipped_updates", "clip_fraction", "figures")
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +85,8 @@ class PolicyStepped(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BATCH_HASH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     loss: float
     grad_norm: float
@@ -89,7 +98,9 @@ class PolicyStepped(_message.Message):
     world_size: int
     batch_hash: str
     skipped_updates: int
-    def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ...) -> None: ...
+    clip_fraction: float
+    figures: _containers.ScalarMap[str, float]
+    def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ..., clip_fraction: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class PolicyPrepared(_message.Message):
     __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash", "replaced")

@@ -154,6 +154,9 @@ class StepRecords:
         for name, value in event.details.items():
             if isinstance(value, int | float):
                 record.policy[name] = value
+        figures = event.details.get("figures")
+        if isinstance(figures, Mapping):
+            record.policy.update({str(name): float(value) for name, value in figures.items()})
         staleness = event.details.get("staleness")
         if isinstance(staleness, Mapping):
             record.staleness.update({lag: int(count) for lag, count in staleness.items()})

@@ -1,6 +1,6 @@
 """Lists the algorithms, by the name used in `algorithm.name`.
 
-The table names them by import path, because the service's parent checks the name without torch.
+The table names them by import path, because the service's parent reads the settings without torch.
 """
 
 from __future__ import annotations
@@ -8,13 +8,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.plugins import find_variant, import_object
-from policy_trainer.config import AlgorithmConfig
+from policy_trainer.algorithm_settings import AnyAlgorithm
 
 if TYPE_CHECKING:
     from policy_trainer.algorithms.base import Algorithm
 
+_HERE = "policy_trainer.algorithms"
 ALGORITHMS = {
-    "grpo": "policy_trainer.algorithms.grpo:Grpo",
+    "grpo": f"{_HERE}.grpo:Grpo",
+    "dr_grpo": f"{_HERE}.grpo:DrGrpo",
+    "rloo": f"{_HERE}.rloo:Rloo",
+    "reinforce_plus_plus": f"{_HERE}.reinforce:ReinforcePlusPlus",
+    "reinforce_plus_plus_baseline": f"{_HERE}.reinforce:ReinforcePlusPlus",
+    "ppo": f"{_HERE}.ppo:Ppo",
+    "dapo": f"{_HERE}.dapo:Dapo",
+    "gspo": f"{_HERE}.gspo:Gspo",
+    "cispo": f"{_HERE}.cispo:Cispo",
+    "decoupled": f"{_HERE}.grpo:Decoupled",
 }
 
 
@@ -24,7 +34,7 @@ def check_algorithm(name: str) -> None:
         find_variant(name, ALGORITHMS, "algorithm")
 
 
-def build_algorithm(config: AlgorithmConfig) -> Algorithm:
+def build_algorithm(config: AnyAlgorithm) -> Algorithm:
     """The algorithm of a name or an import path, built from its settings. Raises ConfigError."""
     found = find_variant(config.name, ALGORITHMS, "algorithm")
     algorithm: Algorithm = (import_object(found) if isinstance(found, str) else found)(config)

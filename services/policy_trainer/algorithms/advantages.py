@@ -1,6 +1,10 @@
 """Computes advantages, as pure functions.
 
-Shape letters: B trajectories of a batch, G groups.
+Shape letters: B trajectories of a batch, G groups, T trained tokens.
+
+`groups` holds the group number of each trajectory, counted from 0; `weights` what it counts in its
+group: one over the branches of its session, so that the weights of a session sum to 1 and those of
+a group to its n sessions. A session split into more branches of its reward changes nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+EPS = 1e-6
+"""Added to a standard deviation that divides."""
+ALIKE = 1e-6
+"""Rewards that differ by less, relative to the larger, are equal: their difference is rounding."""
+
 
 def group_relative(
     rewards: Float[Tensor, " B"],
@@ -16,49 +25,129 @@ def group_relative(
     weights: Float[Tensor, " B"],
     *,
     normalize_std: bool = True,
-    eps: float = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """A_i = (r_i - mean(r of i's group)) / (std(r of i's group) + eps), GRPO (arXiv 2402.03300,
+    """A_i = (r_i - mean(r of i's group)) / (std(r of i's group) + EPS), GRPO (arXiv 2402.03300,
     section 4.1.2).
-
-    `groups` holds the group number of each trajectory, counted from 0; `weights` what it counts in
-    its group: one over the branches of its session, so that the weights of a session sum to 1 and
-    those of a group to its n sessions.
 
         mean = sum(w r) / n        std^2 = sum(w (r - mean)^2) / (n - 1)        n = sum(w)
 
     n - 1 makes std^2 the unbiased variance over sessions where the branches of one share its
-    reward: a session split into more branches changes nothing. (The other usual denominator, n -
-    sum(w^2) / n, takes branches for independent attempts, which they are not.) With all weights 1
-    it is the sample variance.
+    reward. (The other usual denominator, n - sum(w^2) / n, takes branches for independent attempts,
+    which they are not.) With all weights 1 it is the sample variance.
 
     With normalize_std off the division is left out (Dr. GRPO, arXiv 2503.20783). A group whose
     rewards are all equal, and a group of one session, get exactly 0: there is no sibling to be
     better than.
     """
-    count = int(groups.max().item()) + 1 if groups.numel() else 0
-    sizes = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, weights)
-    mean = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, weights * rewards) / sizes
-    alone = sizes < 1.5  # sizes are whole numbers but for the rounding of thirds
-    nothing = alone[groups] | _equal_in_group(rewards, groups, count)
-    centred = torch.where(nothing, 0.0, rewards - mean[groups])
+    sizes = _sums(weights, groups)
+    mean = _sums(weights * rewards, groups) / sizes
+    centred = torch.where(without_variance(rewards, groups), 0.0, rewards - mean[groups])
+    centred = torch.where(_alone(sizes)[groups], 0.0, centred)
     if not normalize_std:
         return centred
-    squares = torch.zeros(count, dtype=rewards.dtype).index_add_(
-        0, groups, weights * centred.square()
-    )
+    squares = _sums(weights * centred.square(), groups)
     std = (squares / (sizes - 1).clamp(min=1)).sqrt()
-    return centred / (std[groups] + eps)
+    return centred / (std[groups] + EPS)
 
 
-def _equal_in_group(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], count: int) -> Tensor:
-    """True for members of groups without reward variance; exact, because a rounded mean would leave
-    1e-8 noise.
+def leave_one_out(
+    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], weights: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """A_i = r_i - mean(r of the other sessions of i's group), RLOO (arXiv 2402.14740, eq. 7).
+
+    Of a session with branches the mean is left out whole, so that siblings alone are compared:
+    A_i = n / (n - 1) (r_i - mean) where its branches share a reward. 0 as in group_relative.
     """
-    low = torch.full((count,), torch.inf, dtype=rewards.dtype).scatter_reduce_(
-        0, groups, rewards, "amin"
-    )
-    high = torch.full((count,), -torch.inf, dtype=rewards.dtype).scatter_reduce_(
-        0, groups, rewards, "amax"
-    )
-    return (low == high)[groups]
+    sizes = _sums(weights, groups)
+    centred = group_relative(rewards, groups, weights, normalize_std=False)
+    return centred * (sizes / (sizes - 1).clamp(min=1))[groups]
+
+
+def without_variance(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Tensor:  # bool [B]
+    """True for members of groups whose rewards are all equal, but for rounding (ALIKE)."""
+    count = _count(groups)
+    low = torch.full((count,), torch.inf, dtype=rewards.dtype, device=rewards.device)
+    low = low.scatter_reduce_(0, groups, rewards, "amin")
+    high = torch.full_like(low, -torch.inf).scatter_reduce_(0, groups, rewards, "amax")
+    size = torch.maximum(low.abs(), high.abs())
+    return (size.isfinite() & (high - low <= ALIKE * size))[groups]
+
+
+def normalized(
+    advantages: Float[Tensor, " T"],
+) -> Float[Tensor, " T"]:
+    """(A - mean) / (std + EPS) over all tokens of the batch, REINFORCE++ (arXiv 2501.03262, section
+    3.2). Zeros where there is nothing to compare.
+    """
+    if advantages.numel() < 2:
+        return torch.zeros_like(advantages)
+    centred = advantages - advantages.mean()
+    spread = centred.square().sum().div(advantages.numel() - 1).sqrt()
+    if spread <= ALIKE * advantages.abs().max():
+        return torch.zeros_like(advantages)
+    return centred / (spread + EPS)
+
+
+def returns_to_go(rewards: Float[Tensor, " T"], owners: Int[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Sum of the rewards from each token to the last of its trajectory."""
+    return _reversed_scan(rewards, owners, 1.0)
+
+
+def generalized_advantages(
+    rewards: Float[Tensor, " T"],
+    values: Float[Tensor, " T"],
+    owners: Int[Tensor, " T"],
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> Float[Tensor, " T"]:
+    """A_t = sum_l (gamma lambda)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t, generalised
+    advantage estimation (arXiv 1506.02438, eq. 16), over the trained tokens of each trajectory. The
+    value after the last is 0.
+    """
+    last = _lasts(owners)
+    following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
+    deltas = rewards + gamma * torch.where(last, 0.0, following) - values
+    return _reversed_scan(deltas, owners, gamma * gae_lambda)
+
+
+def at_last_tokens(amounts: Float[Tensor, " B"], owners: Int[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """The amount of each trajectory at its last trained token, 0 at the others."""
+    return torch.where(_lasts(owners), amounts[owners], 0.0)
+
+
+def _lasts(owners: Int[Tensor, " T"]) -> Tensor:
+    after = torch.cat([owners[1:], owners.new_full((1,), -1)])[: len(owners)]
+    return owners != after
+
+
+def _reversed_scan(
+    amounts: Float[Tensor, " T"], owners: Int[Tensor, " T"], factor: float
+) -> Float[Tensor, " T"]:
+    """x_t = amount_t + factor x_{t+1} within each trajectory; all trajectories at once, aligned at
+    their ends.
+    """
+    if not len(owners):
+        return amounts
+    _, rows, lengths = torch.unique_consecutive(owners, return_inverse=True, return_counts=True)
+    ends = lengths.cumsum(0)
+    columns = ends[rows] - 1 - torch.arange(len(owners), device=owners.device)  # from the end
+    table = amounts.new_zeros(int(lengths.max()), len(lengths))
+    table[columns, rows] = amounts
+    running = torch.zeros_like(table[0])
+    for column in table:
+        running = column.copy_(column + factor * running)
+    return table[columns, rows]
+
+
+def _count(groups: Int[Tensor, " B"]) -> int:
+    return int(groups.max().item()) + 1 if groups.numel() else 0
+
+
+def _sums(amounts: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Float[Tensor, " G"]:
+    sums = torch.zeros(_count(groups), dtype=amounts.dtype, device=amounts.device)
+    return sums.index_add_(0, groups, amounts)
+
+
+def _alone(sizes: Float[Tensor, " G"]) -> Tensor:
+    return sizes < 1.5  # sizes are whole numbers but for the rounding of thirds

@@ -1,19 +1,72 @@
 """Corrects for tokens that another policy drew, as pure functions.
 
-Shape letters: N trained tokens.
+The sampler's policy mu is another than the step's start pi wherever weights are older, or numbers
+are rounded otherwise; rho_t = pi(t) / mu(t).
+
+Shape letters: M trained tokens.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from policy_trainer.algorithm_settings import CorrectionConfig
+from policy_trainer.algorithms.losses import bounded_ratio, sequence_means
 
-def truncated_importance(
-    proximal_logprobs: Float[Tensor, " N"], behavior_logprobs: Float[Tensor, " N"], *, cap: float
-) -> Float[Tensor, " N"]:
-    """w_t = min(exp(proximal - behavior), cap) without gradient: truncated importance sampling per
-    token (Ionides 2008; in decoupled PPO, arXiv 2505.24298, section 5.2).
+CAPS = {"token": 2.0, "sequence": 5.0}
+BANDS = {"band": (0.5, 5.0), "geometric": (0.99, 1.01)}
+
+
+def correction_weights(
+    settings: CorrectionConfig,
+    proximal_logprobs: Float[Tensor, " M"],
+    behavior_logprobs: Float[Tensor, " M"],
+    sequences: Int[Tensor, " M"],
+) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
+    """Weight of each token's loss, without gradient, and which tokens keep one.
+
+    The weight is truncated importance sampling (Ionides 2008): min(rho_t, cap), or the product of
+    rho over the sequence, truncated. What does not keep one has weight 0: tokens whose rho lies
+    outside the band (masked importance sampling, IcePop), sequences whose geometric mean rho does,
+    and those that hold a token below the veto.
     """
-    return torch.exp(proximal_logprobs - behavior_logprobs).clamp(max=cap).detach()
+    gaps = (proximal_logprobs - behavior_logprobs).detach()
+    weights = _truncated(settings, gaps, sequences)
+    kept = _kept(settings, gaps, sequences)
+    return torch.where(kept, weights, 0.0), kept
+
+
+def _truncated(
+    settings: CorrectionConfig, gaps: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
+) -> Float[Tensor, " M"]:
+    if settings.weight == "none":
+        return torch.ones_like(gaps)
+    if settings.weight == "sequence":
+        gaps = sequence_sums(gaps, sequences)
+    return bounded_ratio(gaps).clamp(max=settings.cap or CAPS[settings.weight])
+
+
+def _kept(
+    settings: CorrectionConfig, gaps: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
+) -> Bool[Tensor, " M"]:
+    kept = torch.ones_like(gaps, dtype=torch.bool)
+    if settings.keep != "all":
+        low, high = BANDS[settings.keep]
+        low, high = settings.keep_low or low, settings.keep_high or high
+        looked = sequence_means(gaps, sequences) if settings.keep == "geometric" else gaps
+        ratio = bounded_ratio(looked)
+        kept &= (low <= ratio) & (ratio <= high)
+    if settings.veto:
+        bad = (bounded_ratio(gaps) < settings.veto).to(gaps.dtype)
+        kept &= sequence_sums(bad, sequences) == 0
+    return kept
+
+
+def sequence_sums(
+    amounts: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
+) -> Float[Tensor, " M"]:
+    """Sum over the tokens of a sequence, at each of its tokens."""
+    count = int(sequences.max().item()) + 1 if sequences.numel() else 0
+    return amounts.new_zeros(count).index_add(0, sequences, amounts)[sequences]

@@ -1,51 +1,51 @@
-"""Puts GRPO together: group-relative advantages and the clipped surrogate."""
+"""GRPO, Dr. GRPO and decoupled PPO: rewards compared within their group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from policy_trainer.algorithm_settings import GroupedConfig
 from policy_trainer.algorithms.advantages import group_relative
-from policy_trainer.algorithms.base import TokenBatch, TokenLoss
-from policy_trainer.algorithms.corrections import truncated_importance
-from policy_trainer.algorithms.losses import clipped_surrogate
-from policy_trainer.config import AlgorithmConfig
+from policy_trainer.algorithms.base import SessionBatch
+from policy_trainer.algorithms.surrogate import Clipped
 
 
 @dataclass(frozen=True, slots=True)
-class Grpo:
-    """GRPO (arXiv 2402.03300) without a KL term; the token mean over the global batch is the
-    caller's.
+class Grpo(Clipped):
+    """A = (r - mean) / (std + eps) within the group, the same for all tokens of a trajectory (arXiv
+    2402.03300).
 
     In the group's statistics a session counts once, however many branches it has. In the loss every
-    generated token counts once: tokens that branches share are masked in all but one, and a session
-    weighs by the tokens it generated, the same in one branch or in several.
+    generated token counts once: tokens that branches share are masked in all but one.
     """
 
-    settings: AlgorithmConfig
+    settings: GroupedConfig
 
-    def advantages(
-        self, rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], weights: Float[Tensor, " B"]
-    ) -> Float[Tensor, " B"]:
-        """(r - mean) / (std + eps) within the group; 0 for groups without variance."""
-        return group_relative(rewards, groups, weights, normalize_std=self.settings.normalize_std)
+    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+        """0 for groups without variance."""
+        std = self.settings.normalize_std
+        made = group_relative(batch.scores, batch.groups, batch.weights, normalize_std=std)
+        return made[batch.owners]
 
-    def loss(self, tokens: TokenBatch) -> TokenLoss:
-        """Summed clipped surrogate; each token weighed by the truncated behavior ratio when a cap
-        is set.
-        """
-        losses, clipped = clipped_surrogate(
-            tokens.policy_logprobs,
-            tokens.proximal_logprobs,
-            tokens.advantages,
-            clip_low=self.settings.clip_low,
-            clip_high=self.settings.clip_high,
-        )
-        if self.settings.behavior_cap > 0:
-            cap = self.settings.behavior_cap
-            losses = losses * truncated_importance(
-                tokens.proximal_logprobs, tokens.behavior_logprobs, cap=cap
-            )
-        return TokenLoss(losses.sum(), clipped.sum())
+
+@dataclass(frozen=True, slots=True)
+class DrGrpo(Clipped):
+    """A = r - mean (arXiv 2503.20783); its settings add losses up over a constant instead of a
+    length.
+    """
+
+    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+        """0 for groups without variance."""
+        made = group_relative(batch.scores, batch.groups, batch.weights, normalize_std=False)
+        return made[batch.owners]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoupled(Grpo):
+    """L_t = -min(rho_t, cap) min(u_t A_t, clip(u_t) A_t), rho_t = proximal / behavior (AReaL, arXiv
+    2505.24298, eq. 5; PPO-EWMA, arXiv 2110.00641): the clip holds the policy near the step's start,
+    however old the weights are that sampled. The weight rho is its settings' correction.
+    """

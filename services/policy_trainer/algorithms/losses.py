@@ -1,42 +1,79 @@
-"""Computes token log-probs, entropies and losses, as pure functions.
+"""Computes token log-probs, entropies and surrogates, as pure functions.
 
-Shape letters: N trained tokens, V vocabulary.
+Shape letters: M trained tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are bounded by this: beyond it exp() says nothing but that it is too far."""
 
-def token_logprobs(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+
+def token_logprobs(logits: Float[Tensor, "M V"], targets: Int[Tensor, " M"]) -> Float[Tensor, " M"]:
     """log_softmax(logits)[target], natural log; logits are already divided by the temperature."""
     return logits.gather(-1, targets[:, None]).squeeze(-1) - torch.logsumexp(logits, dim=-1)
 
 
-def token_entropy(logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
+def token_entropy(logits: Float[Tensor, "M V"]) -> Float[Tensor, " M"]:
     """H = -sum_v p_v log p_v of softmax(logits), nats."""
     logprobs = torch.log_softmax(logits, dim=-1)
     return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
+def bounded_ratio(log_ratio: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """exp(log_ratio), without overflow."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def sequence_means(
+    amounts: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
+) -> Float[Tensor, " M"]:
+    """Mean over the tokens of a sequence, at each of its tokens."""
+    count = int(sequences.max().item()) + 1 if sequences.numel() else 0
+    sums = amounts.new_zeros(count).index_add(0, sequences, amounts)
+    sizes = amounts.new_zeros(count).index_add(0, sequences, torch.ones_like(amounts))
+    return (sums / sizes)[sequences]
+
+
 def clipped_surrogate(
-    policy_logprobs: Float[Tensor, " N"],
-    proximal_logprobs: Float[Tensor, " N"],
-    advantages: Float[Tensor, " N"],
+    ratio: Float[Tensor, " M"],
+    advantages: Float[Tensor, " M"],
     *,
     clip_low: float,
     clip_high: float,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """L_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t), u_t = exp(policy -
-    proximal).
+    dual_clip: float = 0.0,
+) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
+    """L_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t), PPO (arXiv 1707.06347, eq.
+    7) with DAPO's separate bounds (arXiv 2503.14476, eq. 10).
 
-    PPO (arXiv 1707.06347, eq. 7) with the proximal policy of decoupled PPO (arXiv 2110.00641, eq.
-    6) and DAPO's separate bounds (arXiv 2503.14476, eq. 10). Returns the losses and a 0/1 mark of
-    the tokens where the clip holds.
+    With a dual clip c a negative advantage loses at most c |A_t| (arXiv 1912.09729, eq. 5). Returns
+    the losses and where a bound holds.
     """
-    ratio = torch.exp(policy_logprobs - proximal_logprobs)
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    plain, clipped = ratio * advantages, bounded * advantages
-    return -torch.minimum(plain, clipped), (clipped < plain).to(ratio.dtype)
+    plain = ratio * advantages
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    gains, held = torch.minimum(plain, clipped), clipped < plain
+    if dual_clip:
+        floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+        gains, held = torch.maximum(gains, floor), held | (gains < floor)
+    return -gains, held
+
+
+def clipped_value_loss(
+    values: Float[Tensor, " M"],
+    old_values: Float[Tensor, " M"],
+    returns: Float[Tensor, " M"],
+    *,
+    value_clip: float,
+) -> Float[Tensor, " M"]:
+    """L_t = max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2, PPO's value loss as its
+    authors published it (openai/baselines, ppo2); plain where c is 0.
+    """
+    plain = (values - returns).square()
+    if not value_clip:
+        return plain / 2
+    near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    return torch.maximum(plain, (near - returns).square()) / 2

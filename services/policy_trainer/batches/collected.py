@@ -7,11 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from paceline.telemetry import get_logger
 from paceline.trajectory import tokens_hash
-from policy_trainer.algorithms.base import Algorithm
+from policy_trainer.algorithms.advantages import without_variance
 from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.batches.groups import Batch
 from policy_trainer.batches.records import StepRecord
@@ -31,34 +29,23 @@ class Collected:
     links: tuple[str, ...]  # traceparents of the sessions in it
 
 
-def collected_of(batch: Batch, algorithm: Algorithm) -> Collected:
-    """The batch as tensors, with the advantages of its algorithm."""
+def collected_of(batch: Batch) -> Collected:
+    """The batch as tensors and in figures."""
     trajectories = batch.trajectories
-    numbers = {group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
-    groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
-    rewards = [t.reward or 0.0 for t in trajectories]  # none is unscored, see groups.py
-    # sessions are in the batch whole: they sum to 1 in each
-    weights = [1.0 / t.branch_count for t in trajectories]
-    advantages = algorithm.advantages(
-        torch.tensor(rewards, dtype=torch.float32),
-        groups,
-        torch.tensor(weights, dtype=torch.float32),
-    )
-    mean, std = reward_spread(rewards, weights)
-    moving = {
-        t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0
-    }
+    tensors = make_batch(trajectories, batch.record.policy_version)
+    mean, std = reward_spread(tensors.rewards.tolist(), tensors.weights.tolist())
+    still = without_variance(tensors.rewards, tensors.groups)
     facts = BatchFacts(
         trajectories=len(trajectories),
         tokens=sum(len(t.token_ids) for t in trajectories),
         dropped=batch.record.dropped_groups,
         staleness={str(lag): count for lag, count in batch.staleness.items()},
-        zero_variance_groups=len(numbers) - len(moving),
+        zero_variance_groups=len(set(tensors.groups[still].tolist())),
         reward_mean=mean,
         reward_std=std,
         batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
     )
-    return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
+    return Collected(batch.record, tensors, facts, batch.links)
 
 
 def count_batch(batch: Batch) -> None:

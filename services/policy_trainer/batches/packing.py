@@ -2,7 +2,8 @@
 
 Several trajectories share a row: their positions restart at 0, which is what the attention mask
 reads as a document boundary. Rows are short (`row_tokens`), because attention inside a row is
-computed for the whole row and then masked.
+computed for the whole row and then masked; a longer trajectory has a row of its own. Rows lie with
+those of their length, because a micro-batch is as wide as its widest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
         shares[rank].append(index)
         loads[rank] += lengths[index]
     return [sorted(share) for share in shares]
+
+
+def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Sequence numbers of each row, widest row first: a sequence longer than `row_tokens` alone,
+    the others first fit.
+    """
+    order = _longest_first(lengths)
+    alone = [[i] for i in order if lengths[i] > row_tokens]
+    rows = first_fit(lengths, row_tokens, order[len(alone) :])
+    return alone + sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
 
 
 def split_rows(
@@ -53,11 +64,10 @@ def plan_micro_batches(
     """plan[rank][micro-batch][row] = sequence numbers. Every rank gets equally many micro-batches,
     some perhaps empty, because each one is a round of collectives that all ranks must join.
     """
-    longest = max([row_tokens, *lengths])
     plan = []
     for share in assign_ranks(lengths, world_size):
         own = [lengths[i] for i in share]
-        rows = first_fit(own, longest, _longest_first(own))
+        rows = pack_rows(own, row_tokens)
         micro_batches = split_rows(rows, own, tokens_per_micro_batch)
         plan.append([[[share[i] for i in row] for row in rows] for rows in micro_batches])
     rounds = max(len(micro_batches) for micro_batches in plan)

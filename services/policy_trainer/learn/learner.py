@@ -3,124 +3,251 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.training.optimizer import NamedAdamW
-from paceline.training.process import on_device
 from policy_trainer.algorithms import build_algorithm
-from policy_trainer.algorithms.base import Algorithm, TokenBatch
-from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
-from policy_trainer.batches.packing import plan_micro_batches
+from policy_trainer.algorithms.base import (
+    Algorithm,
+    SessionBatch,
+    TokenBatch,
+    ValueAlgorithm,
+)
+from policy_trainer.algorithms.divergences import divergence
+from policy_trainer.batches.batch import MicroBatch, TrainBatch
 from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.critic import Critic
+from policy_trainer.learn.figures import Figures
+from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from policy_trainer.learn.model import PolicyModel
+from policy_trainer.learn.objective import PolicyObjective
 from policy_trainer.learn.parallel import gather_full, scatter_full
 from policy_trainer.messages import StepFacts
 
+_NAMED = {"entropy", "behavior_gap", "clip_fraction"}  # fields of StepFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """What is known of each trained token when the updates begin (T of the batch, on the CPU)."""
+
+    proximal_logprobs: Float[Tensor, " T"] | None  # None: the one update's own, detached
+    reference_logprobs: Float[Tensor, " T"]  # 0 without a reference
+    values: Float[Tensor, " T"]  # 0 without a critic
+    advantages: Float[Tensor, " T"]
+
 
 class Learner:
-    """Model and optimiser of this rank. All methods are collective."""
+    """Models and optimisers of this rank. All methods are collective."""
 
-    def __init__(self, config: PolicyTrainerConfig, model: PolicyModel, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        config: PolicyTrainerConfig,
+        model: PolicyModel,
+        mesh: DeviceMesh,
+        reference: PolicyModel | None = None,
+        critic: Critic | None = None,
+    ) -> None:
         self.config = config
         self.model = model
         self.mesh = mesh
+        self.reference = reference
+        self.critic = critic
         self.algorithm: Algorithm = build_algorithm(config.algorithm)
+        self.objective = PolicyObjective(config.algorithm, self.algorithm)
+        self.packer = Packer(config, mesh)
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Told of each micro-batch of this rank before it is trained on."""
         parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
         self.optimizer = NamedAdamW(parameters, config.optimizer)
 
-    def step(self, batch: TrainBatch) -> StepFacts:
-        """Updates the weights on the batch; leaves them as they are when no token carries gradient.
+    def step(self, batch: TrainBatch, steps_before: int = 0) -> StepFacts:
+        """Updates the weights on the batch, once for every mini-batch and pass; leaves them as they
+        are when no token carries gradient.
 
-        The proximal log-probs are those of the first pass, detached: the weights have not moved
-        yet, so this is exact and saves a forward. An update whose figures or gradient are not
-        finite is taken on no rank.
+        An update whose loss or gradient is not finite is taken on no rank. `steps_before`: RL steps
+        that were trained already.
         """
         started = time.perf_counter()
-        trained = batch.trained_tokens
-        if trained == 0:
-            return StepFacts(train_s=time.perf_counter() - started, world_size=self.mesh.size())
-        micro_batches = self._micro_batches(batch)
-        proximal: list[Tensor] = []
-        updates: list[tuple[Tensor, float]] = []
-        for _ in range(self.config.algorithm.updates_per_step):
-            sums = self._accumulate(micro_batches, proximal, trained)
-            updates.append((sums, self._update(sums)))
+        figures = Figures()
+        known, returns = self._know(batch, figures)
+        if self.critic is not None and steps_before < self.critic.warmup_steps:
+            known = replace(known, advantages=torch.zeros_like(known.advantages))
+        losses, norms = [], []
+        for _ in range(self.config.algorithm.passes):
+            for part in mini_batches(batch, self.config):
+                loss, norm = self._update(batch, part, known, figures)
+                losses.append(loss)
+                norms.append(norm)
+                if self.critic is not None:
+                    values = known.values
+                    norms.append(self.critic.update(batch, part, values, returns, figures))
 
-        sums, norm = updates[0]
-        loss, entropy, gap, clipped, grad_norm = (
-            value if math.isfinite(value) else 0.0 for value in (*(sums / trained).tolist(), norm)
-        )
+        found = figures.reduced()
         return StepFacts(
-            loss,
-            grad_norm,
-            entropy,
-            gap,
-            clipped,
+            loss=_mean(losses),
+            grad_norm=_mean(norms[:1]),
+            **{name: found.pop(name, 0.0) for name in _NAMED},
+            figures=found,
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
-            skipped_updates=sum(not math.isfinite(norm) for _, norm in updates),
+            skipped_updates=sum(not math.isfinite(norm) for norm in norms),
         )
 
-    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        plan = plan_micro_batches(
-            (batch.lengths - 1).tolist(),
-            world_size=self.mesh.size(),
-            row_tokens=self.config.row_tokens,
-            tokens_per_micro_batch=self.config.tokens_per_micro_batch,
+    # --- before the updates -----------------------------------------------------------------------
+
+    def _know(self, batch: TrainBatch, figures: Figures) -> tuple[StepStart, Float[Tensor, " T"]]:
+        """What passes without gradient tell, advantages, and returns for the critic."""
+        needs = self.algorithm.needs()
+        nothing = torch.zeros(len(batch.owners))
+        proximal = self._look(batch, self.model, figures) if needs.proximal else None
+        reference = self._look(batch, self.reference) if self.reference else nothing
+        values = self._look(batch, self.critic.model) if self.critic else nothing
+        penalties = nothing
+        kl = self.config.algorithm.kl
+        if kl.coefficient and kl.place == "reward" and proximal is not None:
+            penalties = kl.coefficient * divergence(proximal, reference, kl.estimator)
+        sessions = SessionBatch(
+            batch.rewards, batch.groups, batch.weights, batch.owners, penalties, values
         )
-        return [
-            on_device(make_micro_batch(batch, rows), self.mesh.device_type)
-            for rows in plan[self.mesh.get_rank()]
-        ]
+        advantages = self.algorithm.advantages(sessions)
+        returns = nothing
+        if self.critic:
+            returns = values + cast(ValueAlgorithm, self.algorithm).estimates(sessions)
+        return StepStart(proximal, reference, values, advantages), returns
+
+    @torch.no_grad()
+    def _look(
+        self, batch: TrainBatch, model: nn.Module, figures: Figures | None = None
+    ) -> Float[Tensor, " T"]:
+        """What a model says of every trained token, on all ranks; measured where `figures` are."""
+        found = torch.zeros(len(batch.owners), device=self.mesh.device_type)
+        everything = torch.ones(len(batch.rewards), dtype=torch.bool)
+        for micro in self.packer.micro_batches(batch, everything):
+            said = model(micro)
+            if isinstance(said, tuple):
+                said, entropy = said
+                if figures is not None:
+                    self._measure(batch, micro, said, entropy, figures)
+            found[micro.tokens] = said
+        dist.all_reduce(found)
+        return found.cpu()
+
+    # --- one update -------------------------------------------------------------------------------
+
+    def _update(
+        self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
+    ) -> tuple[float, float]:
+        """Loss and norm of the gradient before clipping, NaN where one was not finite; 0 where
+        nothing carries gradient.
+        """
+        moving = self._moving(batch, known.advantages)
+        if known.proximal_logprobs is None:
+            self._measure_still(batch, part.members & ~moving, figures)
+        if not (moving & part.members)[batch.owners].any():
+            return 0.0, 0.0
+        loss = self._accumulate(batch, replace(part, members=part.members & moving), known, figures)
+        return loss, self._move(loss)
+
+    def _moving(self, batch: TrainBatch, advantages: Float[Tensor, " T"]) -> Bool[Tensor, " B"]:
+        """Trajectories whose tokens carry gradient."""
+        if self.objective.has_divergence or self.objective.has_entropy:
+            return torch.ones(len(batch.rewards), dtype=torch.bool)
+        moved = (advantages != 0).float()
+        return torch.zeros(len(batch.rewards)).index_add_(0, batch.owners, moved) > 0
+
+    @torch.no_grad()
+    def _measure_still(
+        self, batch: TrainBatch, still: Bool[Tensor, " B"], figures: Figures
+    ) -> None:
+        for micro in self.packer.micro_batches(batch, still):
+            policy, entropy = self.model(micro)
+            self._measure(batch, micro, policy, entropy, figures)
 
     def _accumulate(
-        self, micro_batches: list[MicroBatch], proximal: list[Tensor], trained: int
-    ) -> Tensor:
-        """Gradients of the token-mean loss; returns global sums of loss, entropy, behavior gap,
-        clipped tokens [4].
+        self, batch: TrainBatch, part: MiniBatch, known: StepStart, figures: Figures
+    ) -> float:
+        """Gradients of the mini-batch's loss; returns that loss, the same on all ranks.
 
-        Ranks average their gradients, so each rank's loss is scaled by the number of ranks: the
-        result is the gradient of sum(loss) / global trained tokens whatever the number of ranks and
-        the split.
+        Ranks average their gradients, so each rank's part is scaled by the number of ranks: the
+        result is the gradient of the whole, whatever the number of ranks and the split.
         """
         self.optimizer.adamw.zero_grad()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device_type)
-        for i, micro in enumerate(micro_batches):
-            self.on_micro_batch(i + 1, len(micro_batches))
-            last = i == len(micro_batches) - 1
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
+        micro_batches = list(self.packer.micro_batches(batch, part.members))
+        for number, micro in enumerate(micro_batches, 1):
+            self.on_micro_batch(number, len(micro_batches))
             # Until a sync every rank adds up whole gradients.
+            last = number == len(micro_batches)
             self.model.set_requires_gradient_sync(last or self.config.reshard_after_forward)  # type: ignore[operator]
-            policy, entropy = self.model(micro)
-            if len(proximal) <= i:
-                proximal.append(policy.detach())
-            tokens = TokenBatch(policy, proximal[i], micro.behavior_logprobs, micro.advantages)
-            loss = self.algorithm.loss(tokens)
-            (loss.loss_sum * (self.mesh.size() / trained)).backward()
-            gap = (proximal[i] - micro.behavior_logprobs).sum()
-            sums += torch.stack([loss.loss_sum.detach(), entropy.sum(), gap, loss.clipped]).double()
+            policy, entropy = self.model(micro, entropy_gradient=self.objective.has_entropy)
+            if known.proximal_logprobs is None:
+                self._measure(batch, micro, policy, entropy, figures)
+            tokens = self._token_batch(batch, micro, known, policy)
+            losses, metrics = self.objective.losses(tokens, entropy)
+            figures.add(metrics)
+            at = micro.tokens.cpu()
+            loss = (losses * part.token_weights[at].to(losses.device)).sum()
+            (loss * self.mesh.size()).backward()
+            total += loss.detach()
 
-        dist.all_reduce(sums)
-        return sums.cpu()
+        dist.all_reduce(total)
+        return float(total)
 
-    def _update(self, sums: Tensor) -> float:
-        """Clips by the global norm, steps; returns the norm before clipping, NaN where a sum over
-        all ranks is not finite.
+    def _move(self, loss: float) -> float:
+        """Clips by the global norm, steps; returns the norm before clipping, NaN where the loss
+        over all ranks is not finite.
         """
-        if not sums.isfinite().all():
+        if not math.isfinite(loss):
             return math.nan
         norm = self.optimizer.step(self.updates + 1)
         self.updates += math.isfinite(norm)
         return norm
+
+    def _token_batch(
+        self, batch: TrainBatch, micro: MicroBatch, known: StepStart, policy: Float[Tensor, " M"]
+    ) -> TokenBatch:
+        at, device = micro.tokens.cpu(), policy.device
+        proximal, behavior = known.proximal_logprobs, batch.behavior_logprobs[at].to(device)
+        start = policy.detach() if proximal is None else proximal[at].to(device)
+        return TokenBatch(
+            policy_logprobs=policy,
+            proximal_logprobs=behavior if self.config.algorithm.correction.bypass else start,
+            behavior_logprobs=behavior,
+            reference_logprobs=known.reference_logprobs[at].to(device),
+            advantages=known.advantages[at].to(device),
+            values=known.values[at].to(device),
+            sequences=micro.sequences,
+            positions=micro.positions,
+            lags=batch.lags[at].to(device),
+        )
+
+    def _measure(
+        self,
+        batch: TrainBatch,
+        micro: MicroBatch,
+        start: Float[Tensor, " M"],
+        entropy: Float[Tensor, " M"],
+        figures: Figures,
+    ) -> None:
+        """Entropy and mismatch of tokens, each once a step."""
+        at = micro.tokens.cpu()
+        gaps = start.detach().cpu() - batch.behavior_logprobs[at]
+        figures.add({"entropy": entropy.detach()})
+        figures.add_mismatch(gaps, batch.lags[at], batch.drafted[batch.owners[at]])
+
+    # --- the whole weights ------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0."""
@@ -134,9 +261,18 @@ class Learner:
         """Copies of this rank's shards on the CPU: "model" and "optimizer" by parameter."""
         on_cpu = self.mesh.device_type == "cpu"
         mesh = self.mesh if on_cpu else DeviceMesh.from_group(self.mesh.get_group(), "cpu")
-        return {**self.optimizer.state(mesh), "updates": self.updates}
+        critic = {"critic": self.critic.state(mesh)} if self.critic else {}
+        return {**self.optimizer.state(mesh), "updates": self.updates, **critic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state` of as many ranks."""
         self.optimizer.load_state(state)
         self.updates = state["updates"]
+        if self.critic:
+            self.critic.load_state(state["critic"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of the finite ones; 0 without any."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else 0.0

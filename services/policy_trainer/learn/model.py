@@ -1,6 +1,6 @@
-"""Loads the policy, and runs it over packed rows to log-probs.
+"""Loads the policy and its critic, and runs them over packed rows.
 
-Shape letters: R rows, W row width, M trained tokens, V vocabulary.
+Shape letters: R rows, W row width, M trained tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from paceline.training.hugging_face import load_causal_lm
-from policy_trainer.algorithms.losses import token_entropy, token_logprobs
 from policy_trainer.batches.batch import MicroBatch
+from policy_trainer.learn.head import head_logprobs
+
+HEAD_ROWS = 1024
+"""Rows of the head at once: of a vocabulary of 152k their logits are 0.6 GB in fp32."""
 
 
 class PolicyModel(nn.Module):
@@ -26,29 +29,62 @@ class PolicyModel(nn.Module):
     across it.
     """
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, chunk_rows: int = HEAD_ROWS) -> None:
         super().__init__()
         self.lm = lm
+        self._chunk_rows = chunk_rows
 
-    def forward(self, micro: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """(log_softmax(logits / temperature)[target], entropy in nats, without gradient), in
-        fp32.
+    def forward(
+        self, micro: MicroBatch, *, entropy_gradient: bool = False
+    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """(log_softmax(logits / temperature)[target], entropy in nats), in fp32.
+
+        The head has no bias, so that hidden rows are divided in the place of logits.
         """
-        hidden = self.lm.model(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
-        ).last_hidden_state
-        logits = (
-            self.lm.lm_head(hidden.flatten(0, 1)[micro.predict_at]).float()
-            / micro.temperatures[:, None]
+        rows = hidden_rows(self.lm.model, micro) / micro.temperatures[:, None]
+        return head_logprobs(
+            rows,
+            self.lm.lm_head,
+            micro.targets,
+            chunk_rows=self._chunk_rows,
+            entropy_gradient=entropy_gradient,
         )
-        return token_logprobs(logits, micro.targets), token_entropy(logits.detach())
 
     def layers(self) -> list[nn.Module]:
         """Decoder layers, the units of sharding."""
         return list(self.lm.model.layers)
 
 
-def load_policy(directory: Path, *, recompute: bool = False) -> PolicyModel:
+class ValueModel(nn.Module):
+    """A decoder and one number a token: zero everywhere before it has learned."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.head = nn.Linear(decoder.config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, micro: MicroBatch) -> Float[Tensor, " M"]:
+        """Value before each trained token is drawn, in fp32."""
+        value: Tensor = self.head(hidden_rows(self.decoder, micro))
+        return value.float().sum(-1)  # of one; no view, which FSDP2 does not hook
+
+    def layers(self) -> list[nn.Module]:
+        """Decoder layers, the units of sharding."""
+        return list(self.decoder.layers)
+
+
+def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "M D"]:
+    """Last hidden states at the positions that predict a trained token."""
+    hidden: Tensor = decoder(
+        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
+    ).last_hidden_state
+    return hidden.flatten(0, 1)[micro.predict_at]
+
+
+def load_policy(
+    directory: Path, *, recompute: bool = False, chunk_rows: int = HEAD_ROWS
+) -> PolicyModel:
     """The model of a Hugging Face directory in fp32 master weights, on the CPU.
 
     recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
@@ -59,4 +95,9 @@ def load_policy(directory: Path, *, recompute: bool = False) -> PolicyModel:
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm.train()  # else transformers leaves it out; there is no dropout
-    return PolicyModel(lm)
+    return PolicyModel(lm, chunk_rows)
+
+
+def load_critic(directory: Path) -> ValueModel:
+    """A critic that begins with the decoder of a Hugging Face directory. Raises ConfigError."""
+    return ValueModel(load_causal_lm(directory, torch.float32).model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from paceline.training.checkpoints import copy_local
 from paceline.training.process import join_ranks
 from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.model import PolicyModel
+from policy_trainer.learn.model import PolicyModel, ValueModel
+
+M = TypeVar("M", PolicyModel, ValueModel)
 
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
@@ -28,7 +31,7 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) -> PolicyModel:
+def shard(model: M, mesh: DeviceMesh, *, reshard_after_forward: bool) -> M:
     """Shards each decoder layer and then the rest over the mesh, in place (FSDP2, arXiv
     2304.11277).
     """

@@ -1,4 +1,4 @@
-"""One rank of the equality test: gradients and weights of the same step, gathered and written by
+"""One rank of the equality tests: gradients and weights of the same steps, gathered and written by
 rank 0.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,16 +15,33 @@ from safetensors.torch import save_file
 
 from paceline.config import OptimizerConfig
 from paceline.training.process import tensors_from_rank_zero
-from paceline.trajectory import BranchKey, Trajectory
+from paceline.trajectory import BranchKey, Trajectory, VersionSpan
+from policy_trainer.algorithm_settings import CorrectionConfig, OwnConfig
+from policy_trainer.algorithms.base import SessionBatch
+from policy_trainer.algorithms.grpo import Grpo
 from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.build import build_learner
+from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.minibatches import mini_batches
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import form_mesh, gather_full, shard
 
 
+class Rewarded(Grpo):
+    """The advantage of a token is its reward."""
+
+    def advantages(self, batch: SessionBatch) -> torch.Tensor:
+        """Whatever the group."""
+        return batch.rewards[batch.owners]
+
+
+REWARDED = OwnConfig(name=f"{__name__}:Rewarded")
+
+
 def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
-    """Random token ids, lengths from 4 to 60, a third of each a prompt."""
+    """Random token ids, lengths from 4 to 60, a third of each a prompt; rewards of the oracle."""
     draw = torch.Generator().manual_seed(5)
     made = []
     for i in range(count):
@@ -42,8 +60,8 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
                 token_ids=tuple(ids),
                 loss_mask=tuple(mask),
                 behavior_logprobs=tuple(-1.0 * bit for bit in mask),
-                version_spans=(),
-                reward=float(torch.randint(0, 2, (1,), generator=draw)),
+                version_spans=(VersionSpan(0, length // 2, 3), VersionSpan(length // 2, length, 4)),
+                reward=-1.5 + 3.5 * i / (count - 1),
                 seed=i,
                 temperature=1.0 if i % 3 else 0.7,
             )
@@ -53,12 +71,13 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
 
 def main(model: Path, out: Path, broken: int) -> None:
     """Steps once on the fixed batch; trajectory `broken` has a log-prob that is NaN, -1 for none."""
+    capped = CorrectionConfig(weight="token")
     several = int(os.environ["WORLD_SIZE"]) > 1  # ranks save memory in every way, one in none
     config = PolicyTrainerConfig(
         device="cpu",
         reshard_after_forward=several,
         recompute_activations=several,
-        algorithm=AlgorithmConfig(behavior_cap=2.0 if broken >= 0 else 0.0),
+        algorithm=REWARDED.model_copy(update={"correction": capped}) if broken >= 0 else REWARDED,
         tokens_per_micro_batch=192,
         row_tokens=64,
         optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5),
@@ -69,20 +88,65 @@ def main(model: Path, out: Path, broken: int) -> None:
     learner = Learner(config, policy, mesh)
     own = None
     if dist.get_rank() == 0:
-        own = make_batch(trajectories(), torch.linspace(-1.5, 2.0, 24))
+        own = make_batch(trajectories(), 4)
         if broken >= 0:
-            own.behavior_logprobs[int(own.lengths[: broken + 1].sum()) - 1] = math.nan
+            own.behavior_logprobs[own.owners == broken] = math.nan
     batch = tensors_from_rank_zero(TrainBatch, own)
     assert batch is not None
-    micro_batches = learner._micro_batches(batch)
-    sums = learner._accumulate(micro_batches, [], batch.trained_tokens)
+    figures = Figures()
+    known, _ = learner._know(batch, figures)
+    (part,) = mini_batches(batch, config)
+    rounds: list[int] = []
+    learner.on_micro_batch = lambda number, of: rounds.append(number)
+    loss = learner._accumulate(batch, part, known, figures)
     gradients = gather_full((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
-    norm = learner._update(sums)
+    norm = learner._move(loss)
+    found = figures.reduced()
     weights = gather_full(policy.named_parameters())
     if dist.get_rank() == 0:
-        figures = torch.tensor(
-            [*sums.tolist(), norm, float(len(micro_batches))], dtype=torch.float64
+        numbers = [loss, found["entropy"], found.get("behavior_gap", math.nan), norm, len(rounds)]
+        figures_of = torch.tensor(numbers, dtype=torch.float64)
+        save_file({**gradients, **weights, "figures": figures_of}, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+MODES: dict[str, dict[str, object]] = {
+    "grpo": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01},
+    "gspo": {"mini_batches": 2, "passes": 2},
+    "ppo": {"gae_lambda": 0.9},
+    "decoupled": {"kl": {"coefficient": 0.1, "place": "reward"}},
+    "reinforce_plus_plus": {"aggregation": "sequence_mean_token_mean"},
+}
+
+
+def five_steps(model: Path, out: Path) -> None:
+    """Five steps in every mode on batches that all ranks know; rank 0 writes weights and losses."""
+    whole: dict[str, torch.Tensor] = {}
+    mesh = None
+    for name, given in MODES.items():
+        config = PolicyTrainerConfig.model_validate(
+            {
+                "model": str(model),
+                "device": "cpu",
+                "algorithm": {"name": name, **given},
+                "tokens_per_micro_batch": 192,
+                "row_tokens": 64,
+                "optimizer": {"lr": 1e-4},
+            }
         )
-        save_file({**gradients, **weights, "figures": figures}, out)
+        mesh = mesh or form_mesh(config)
+        learner = build_learner(config, mesh)
+        losses = []
+        for step in range(5):
+            rewards = torch.randn(24, generator=torch.Generator().manual_seed(step)).tolist()
+            made = [replace(t, reward=r) for t, r in zip(trajectories(), rewards, strict=True)]
+            facts = learner.step(make_batch(made, 4), step)
+            losses += [facts.loss, facts.entropy, facts.clip_fraction, facts.behavior_gap]
+        weights = learner.weights()
+        whole |= {f"{name}.{key}": value for key, value in weights.items()}
+        whole[f"{name}.losses"] = torch.tensor(losses, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        save_file(whole, out)
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from paceline.trajectory import BranchKey, Trajectory
+from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
 from policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
 from policy_trainer.batches.packing import assign_ranks, plan_micro_batches
 from policy_trainer.learn.model import PolicyModel
@@ -44,10 +46,9 @@ def test_every_sequence_lies_in_exactly_one_row_and_ranks_have_equally_many_roun
     assert len({len(rounds) for rounds in plan}) == 1
     placed = [i for rounds in plan for rows in rounds for row in rows for i in row]
     assert sorted(placed) == list(range(len(lengths)))
-    widest_row = max([row_tokens, *lengths])
     for rows in (rows for rounds in plan for rows in rounds if rows):
         widths = [sum(lengths[i] for i in row) for row in rows]
-        assert max(widths) <= widest_row
+        assert all(len(row) == 1 or sum(lengths[i] for i in row) <= row_tokens for row in rows)
         assert len(rows) == 1 or len(rows) * max(widths) <= budget
 
 
@@ -82,7 +83,7 @@ def trajectory(number: int, length: int, draw: torch.Generator) -> Trajectory:
 def batch_of(lengths: list[int]) -> TrainBatch:
     draw = torch.Generator().manual_seed(1)
     made = [trajectory(i, n, draw) for i, n in enumerate(lengths)]
-    return make_batch(made, torch.arange(1.0, len(made) + 1))
+    return make_batch(made, 0)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,24 @@ def test_packed_rows_give_the_log_probs_of_rows_of_their_own(lm: object) -> None
     assert torch.allclose(entropy, torch.cat([h for _, h in alone]), atol=1e-10)
 
 
-def test_a_micro_batch_holds_target_advantage_and_temperature_of_each_trained_token() -> None:
+def test_a_long_trajectory_is_computed_alone_and_widens_nobody() -> None:
+    lengths = [32_000] + [60 + i % 90 for i in range(511)]
+    plan = plan_micro_batches(lengths, world_size=2, row_tokens=512, tokens_per_micro_batch=8192)
+    micro_batches = [rows for rounds in plan for rows in rounds if rows]
+    assert [[0]] in micro_batches
+    sizes = [
+        len(rows) * max(sum(lengths[i] for i in row) for row in rows) for rows in micro_batches
+    ]
+    assert (
+        max(size for rows, size in zip(micro_batches, sizes, strict=True) if rows != [[0]]) <= 8192
+    )
+    cells = sum(
+        len(rows) * max(sum(lengths[i] for i in row) for row in rows) ** 2 for rows in micro_batches
+    )
+    assert cells <= 1.5 * sum(length**2 for length in lengths)
+
+
+def test_a_micro_batch_holds_target_owner_and_temperature_of_each_trained_token() -> None:
     batch = batch_of([7, 4])
     micro = make_micro_batch(batch, [[1, 0]])
     assert micro.input_ids.shape == (1, 9)
@@ -114,17 +132,37 @@ def test_a_micro_batch_holds_target_advantage_and_temperature_of_each_trained_to
     assert micro.input_ids.tolist() == [[*second[:-1], *first[:-1]]]
     assert micro.predict_at.tolist() == [1, 2, 4, 5, 6, 8]
     assert micro.targets.tolist() == [*second[2:], *first[2:5], first[6]]
-    assert micro.advantages.tolist() == [2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    assert batch.owners[micro.tokens].tolist() == [1, 1, 0, 0, 0, 0]
+    assert micro.sequences.tolist() == [0, 0, 1, 1, 1, 1]
+    assert micro.positions.tolist() == [2, 3, 2, 3, 4, 6]
     assert micro.temperatures.tolist() == pytest.approx([0.6, 0.6, 0.5, 0.5, 0.5, 0.5])
+    assert batch.behavior_logprobs.tolist() == [-0.5] * 6
 
 
-def test_trajectories_without_advantage_cost_nothing_and_an_idle_rank_gets_one_padding_token() -> (
-    None
-):
+def test_a_batch_knows_sessions_groups_and_how_old_each_token_is() -> None:
     draw = torch.Generator().manual_seed(1)
-    made = [trajectory(i, 6, draw) for i in range(3)]
-    batch = make_batch(made, torch.tensor([0.0, 1.0, 0.0]))
-    assert batch.lengths.tolist() == [6]
-    idle = make_micro_batch(batch, [])
+    spans = (VersionSpan(2, 4, 5), VersionSpan(4, 9, 7))
+    made = [
+        dataclasses.replace(
+            trajectory(i, 9, draw),
+            key=BranchKey("r", session),
+            group_id=group,
+            version_spans=spans if i else (),
+            speculation=SpeculationStats(drafted_rounds=i),
+        )
+        for i, (session, group) in enumerate([("x", "b"), ("y", "a"), ("y", "a")])
+    ]
+    batch = make_batch(made, 8)
+    assert batch.sessions.tolist() == [0, 1, 1]
+    assert batch.groups.tolist() == [0, 1, 1]
+    assert batch.weights.tolist() == [1.0, 0.5, 0.5]
+    assert batch.drafted.tolist() == [False, True, True]
+    at = [2, 3, 4, 6, 7, 8]
+    assert batch.trained.tolist() == [t + 9 * i for i in range(3) for t in at]
+    assert batch.lags.tolist() == [0] * 6 + [3, 3, 1, 1, 1, 1] * 2
+
+
+def test_an_idle_rank_gets_one_padding_token() -> None:
+    idle = make_micro_batch(batch_of([6]), [])
     assert idle.input_ids.shape == (1, 1)
     assert idle.targets.shape == (0,)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.policy_trainer.plain_trainer import PlainTrainer
 from unit.policy_trainer.sharded_step import trajectories
 
 from paceline.config import OptimizerConfig, RunConfig
@@ -20,9 +24,23 @@ from paceline.errors import ConfigError, DataLoss
 from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
 from paceline.training import STORE_VARIABLE
+from paceline.trajectory import Trajectory
+from policy_trainer.algorithm_settings import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    DecoupledConfig,
+    GrpoConfig,
+    GspoConfig,
+    KlConfig,
+    PpoConfig,
+    ReinforceConfig,
+)
 from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.build import build_learner
+from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.minibatches import mini_batches
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import form_mesh, shard
 from policy_trainer.messages import BatchFacts, Progress
@@ -75,9 +93,14 @@ def trainer(one: Learner, model: Path, run: Path) -> PolicyTrainer:
     return PolicyTrainer(config, one, None)
 
 
+def rewarded(rewards: Sequence[float]) -> list[Trajectory]:
+    """The trajectories with these rewards."""
+    return [dataclasses.replace(t, reward=r) for t, r in zip(trajectories(), rewards, strict=True)]
+
+
 def batch(step: int) -> TrainBatch:
     draw = torch.Generator().manual_seed(step)
-    return make_batch(trajectories(), torch.randn(24, generator=draw))
+    return make_batch(rewarded(torch.randn(24, generator=draw).tolist()), 4)
 
 
 def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
@@ -130,41 +153,228 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
     once = learner(model_dir, mesh)
-    twice = learner(model_dir, mesh, algorithm=AlgorithmConfig(updates_per_step=2))
+    twice = learner(model_dir, mesh, algorithm=GrpoConfig(passes=2, clip_low=0, clip_high=0))
     first, second = once.step(batch(0)), twice.step(batch(0))
     assert once.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
     assert twice.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(2e-3 / 3)
-    assert first.loss == second.loss
     assert first.clip_fraction == 0.0
+    assert 0.1 < second.clip_fraction < 0.5
     weights = once.weights()
     assert any(not torch.equal(weight, weights[name]) for name, weight in twice.weights().items())
 
 
-def test_a_batch_without_advantage_leaves_the_weights_alone(
+def test_a_batch_without_advantage_leaves_the_weights_alone_and_is_measured_all_the_same(
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
-    still = learner(model_dir, mesh)
+    still, moving = learner(model_dir, mesh), learner(model_dir, mesh)
     before = still.weights()
-    figures = still.step(make_batch(trajectories(), torch.zeros(24)))
+    figures = still.step(make_batch(rewarded([0.3] * 24), 4))
     assert (figures.loss, figures.grad_norm) == (0.0, 0.0)
     assert all(torch.equal(weight, before[name]) for name, weight in still.weights().items())
+    measured = moving.step(batch(0))
+    assert figures.entropy == pytest.approx(measured.entropy, rel=1e-6)
+    assert figures.entropy > 1
+    assert figures.behavior_gap == pytest.approx(measured.behavior_gap, rel=1e-6)
+    assert figures.behavior_gap > 0.5
+
+
+def test_mismatch_is_measured_as_its_formulas_and_by_lag(model_dir: Path, mesh: DeviceMesh) -> None:
+    plain = PlainTrainer(model_dir, 1e-3, 3, 1.0)
+    gaps: dict[int, list[float]] = {0: [], 1: []}
+    with torch.no_grad():
+        for one in trajectories():
+            at = [t for t in range(1, len(one.token_ids)) if one.loss_mask[t]]
+            starts = plain.logprobs(plain.lm, one)[0].tolist()
+            for t, start in zip(at, starts, strict=True):
+                lag = 1 if t < len(one.token_ids) // 2 else 0
+                gaps[lag].append(start - one.behavior_logprobs[t])
+    every = gaps[0] + gaps[1]
+    ratios = [math.exp(gap) for gap in every]
+    found = learner(model_dir, mesh).step(batch(0))
+    assert found.behavior_gap == pytest.approx(statistics.fmean(map(abs, every)), rel=1e-4)
+    expected = {
+        "behavior_gap_max": max(map(abs, every)),
+        "behavior_k3": statistics.fmean(math.exp(gap) - 1 - gap for gap in every),
+        "behavior_gap/lag=0": statistics.fmean(map(abs, gaps[0])),
+        "behavior_gap/lag=1": statistics.fmean(map(abs, gaps[1])),
+        "behavior_gap/plain": statistics.fmean(map(abs, every)),
+        "effective_sample_size": sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios),
+    }
+    for name, value in expected.items():
+        assert found.figures[name] == pytest.approx(value, rel=1e-4), name
+    assert "behavior_gap/drafted" not in found.figures
+
+
+def test_mini_batches_passes_divergence_entropy_and_weights_step_as_the_plain_trainer(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    plain = PlainTrainer(
+        model_dir, 1e-3, 3, 0.5, mini_batches=2, passes=2, clip=0.02, kl=0.1, entropy=0.01, cap=1.5
+    )
+    algorithm = GrpoConfig(
+        mini_batches=2,
+        passes=2,
+        clip_low=0.02,
+        clip_high=0.02,
+        entropy_coefficient=0.01,
+        kl=KlConfig(coefficient=0.1),
+        correction=CorrectionConfig(weight="token", cap=1.5),
+    )
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=3, clip_norm=0.5, betas=(0.9, 0.95))
+    config = PolicyTrainerConfig(
+        model=str(model_dir), algorithm=algorithm, optimizer=optimizer, head_rows=7, row_tokens=40
+    )
+    one = build_learner(config, mesh)
+    fractions = []
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        made = rewarded(torch.randn(24, generator=draw).tolist())
+        plain.step(made)
+        fractions.append(one.step(make_batch(made, 4)).clip_fraction)
+    assert one.updates == plain.updates == 12
+    assert statistics.fmean(fractions) == pytest.approx(statistics.fmean(plain.clipped), abs=2e-3)
+    assert statistics.fmean(plain.clipped) > 0.1, "the test needs clips"
+    start = PlainTrainer(model_dir, 1e-3, 3, 0.5).lm.state_dict()
+    expected = plain.lm.state_dict()
+    for name, weight in one.weights().items():
+        moved = (expected[name] - start[name]).norm()
+        assert (weight.double() - expected[name]).norm() < 2e-3 * moved, name
+
+
+def test_the_loss_is_the_mean_over_all_tokens_also_those_of_the_mean_reward(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    whole = [one for one in trajectories() if one.group_id == "g0"][:3]
+    lengths = (10, 100, 10)
+    made = [
+        dataclasses.replace(
+            one,
+            token_ids=(3, *tuple((7 * i + n) % 61 for i in range(length))),
+            loss_mask=(0,) + (1,) * length,
+            behavior_logprobs=(0.0,) + (-1.0,) * length,
+            version_spans=(),
+            reward=n / 2,
+            temperature=1.0,
+        )
+        for n, (one, length) in enumerate(zip(whole, lengths, strict=True))
+    ]
+    one = learner(model_dir, mesh)
+    config = one.config
+    batch_of_three = make_batch(made, 0)
+    known, _ = one._know(batch_of_three, Figures())
+    (part,) = mini_batches(batch_of_three, config)
+    one._accumulate(batch_of_three, part, known, Figures())
+    plain = PlainTrainer(model_dir, 1e-3, 3, 1e9)
+    total = torch.zeros((), dtype=torch.float64)
+    for advantage, trajectory in zip((-1.0, 0.0, 1.0), made, strict=True):
+        policy, _ = plain.logprobs(plain.lm, trajectory)
+        total = total - advantage * (policy - policy.detach()).exp().sum() * 0.5 / (0.5 + 1e-6)
+    (total / 120).backward()
+    for name, parameter in plain.lm.named_parameters():
+        found = one.optimizer.parameters[name].grad
+        assert isinstance(found, DTensor)
+        gradient = parameter.grad
+        assert gradient is not None
+        apart = (found.full_tensor().double() - gradient).norm()
+        assert apart <= 1e-5 * gradient.norm(), name
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "rows of a token": {"row_tokens": 1},
+    "one long row": {"row_tokens": 4096},
+    "a micro-batch a row": {"tokens_per_micro_batch": 1},
+    "one micro-batch": {"tokens_per_micro_batch": 1 << 20},
+    "logits of three tokens": {"head_rows": 3},
+}
+MODES = [
+    GrpoConfig(kl=KlConfig(coefficient=0.1, place="reward"), passes=2),
+    GspoConfig(mini_batches=2),
+    ReinforceConfig(),
+    PpoConfig(gae_lambda=0.9),
+    DecoupledConfig(correction=CorrectionConfig(weight="sequence", keep="band")),
+]
+
+
+@pytest.mark.parametrize("algorithm", MODES, ids=lambda one: one.name)
+def test_rows_micro_batches_and_chunks_change_nothing(
+    model_dir: Path, mesh: DeviceMesh, algorithm: AlgorithmConfig
+) -> None:
+    def stepped(trained: list[Trajectory], **settings: object) -> tuple[dict[str, Tensor], float]:
+        given = {
+            "model": str(model_dir),
+            "algorithm": algorithm,
+            "optimizer": OptimizerConfig(lr=1e-3),
+            **settings,
+        }
+        one = build_learner(PolicyTrainerConfig.model_validate(given), mesh)
+        figures = [one.step(make_batch(trained, 4)) for _ in range(2)]
+        return one.weights(), figures[-1].loss
+
+    made = rewarded(torch.randn(24, generator=torch.Generator().manual_seed(1)).tolist())
+    expected, loss = stepped(made)
+    pairs = [made[i : i + 8] for i in range(0, 24, 8)]  # two groups: both mini-batches keep theirs
+    turned = [one for pair in reversed(pairs) for one in pair]
+    runs = {name: stepped(made, **given) for name, given in VARIANTS.items()}
+    runs["groups in another order"] = stepped(turned)
+    for name, (weights, other) in runs.items():
+        assert other == pytest.approx(loss, rel=1e-4, abs=1e-6), name
+        for key, weight in weights.items():
+            assert (weight - expected[key]).norm() < 1e-4 * expected[key].norm(), (name, key)
+
+
+def test_a_critic_learns_what_is_earned_and_its_first_steps_leave_the_policy_alone(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    algorithm = PpoConfig(critic_lr=3e-3, critic_warmup_steps=12, value_clip=0.0)
+    config = PolicyTrainerConfig(model=str(model_dir), algorithm=algorithm)
+    one = build_learner(config, mesh)
+    before = one.weights()
+    made = make_batch(rewarded([1.0 if i < 12 else -1.0 for i in range(24)]), 4)
+    errors = [one.step(made, step).figures["value_error"] for step in range(12)]
+    assert errors[0] == pytest.approx(1.0), "a critic begins with values of 0"
+    assert errors[-1] < 0.8 * errors[0]
+    assert all(torch.equal(weight, before[name]) for name, weight in one.weights().items())
+    one.step(made, 12)
+    assert any(not torch.equal(weight, before[name]) for name, weight in one.weights().items())
+
+
+def test_a_critic_goes_on_from_a_checkpoint_bit_for_bit(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    config = PolicyTrainerConfig(
+        model=str(model_dir), algorithm=PpoConfig(), run=RunConfig(dir=str(tmp_path))
+    )
+    straight, first, resumed = (build_learner(config, mesh) for _ in range(3))
+    for step in range(3):
+        straight.step(batch(step), step)
+    first.step(batch(0), 0)
+    PolicyTrainer(config, first, None).handle(Save(1))
+    PolicyTrainer(config, resumed, None).resume()
+    for step in (1, 2):
+        resumed.step(batch(step), step)
+    for mine, theirs in ((resumed.critic, straight.critic), (resumed, straight)):
+        assert mine is not None
+        assert theirs is not None
+        expected = dict(theirs.model.named_parameters())
+        for name, parameter in mine.model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
 
 
 @pytest.mark.parametrize(
     ("part", "value"),
-    [("behavior_logprobs", math.nan), ("behavior_logprobs", math.inf), ("advantages", math.inf)],
+    [("behavior_logprobs", math.nan), ("rewards", math.nan), ("rewards", math.inf)],
 )
 def test_an_update_whose_numbers_are_not_finite_is_not_taken_and_the_next_one_is(
     model_dir: Path, mesh: DeviceMesh, part: str, value: float
 ) -> None:
-    capped = AlgorithmConfig(behavior_cap=2.0)
+    capped = GrpoConfig(correction=CorrectionConfig(weight="token"))
     one, other = (learner(model_dir, mesh, algorithm=capped) for _ in range(2))
     before = one.weights()
     broken = batch(0)
     getattr(broken, part)[-1] = value
     figures = one.step(broken)
     assert (figures.skipped_updates, figures.grad_norm) == (1, 0.0)
-    assert all(math.isfinite(value) for value in dataclasses.astuple(figures))
+    assert all(map(math.isfinite, (figures.loss, figures.entropy, *figures.figures.values())))
     assert all(torch.equal(weight, before[name]) for name, weight in one.weights().items())
     assert one.step(batch(1)).skipped_updates == other.step(batch(1)).skipped_updates == 0
     expected = other.weights()

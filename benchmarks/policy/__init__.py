@@ -1,0 +1,1 @@
+"""The policy trainer's step beside a plain loop of transformers and torch."""

@@ -1,0 +1,129 @@
+"""Compares a step of the policy trainer with a plain loop of the same model: transformers, padded
+batches sorted by length, AdamW. Both train the same batch of the demo's lengths, in processes that
+take turns; at 1 and 2 ranks, the plain loop with as many threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.options import above_zero, not_negative
+from benchmarks.policy.work import (
+    SPEC_VARIABLE,
+    WIDE_VOCABULARY,
+    Work,
+    demo_model,
+    wide_model,
+)
+from benchmarks.result import BenchResult, Goal, Ratio, Row, at_most, paired_ratio, ratio_goal, say
+from paceline.ranks.group import RankGroup
+
+START_S = STEP_S = 300.0
+DEMO_RATIO = 1.6
+"""What is wanted over the plain loop, on the demo's lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, a batch and a number of ranks."""
+
+    name: str
+    model: Path
+    work: Work
+    ranks: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument(
+        "--pairs",
+        type=above_zero(int),
+        default=15,
+        help="steps of either side; a fifth of them with the head of 152k",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=not_negative(int),
+        default=0,
+        help="of a forward of either side, padding included; 0: what is quickest for each",
+    )
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """All cases, one after the other."""
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(Path(folder)):
+            wide = case.work.vocabulary == WIDE_VOCABULARY
+            pairs = max(3, options.pairs // 5) if wide else options.pairs
+            row, ratio = await compared(case, pairs, Path(folder) / "logs", options.tokens)
+            rows.append(row)
+            least = 1.0 if wide else DEMO_RATIO
+            goals.append(ratio_goal(f"tokens/s over a plain loop, {case.name}", least, ratio))
+            if wide:
+                memory = float(row["MiB"] or 0) / float(row["MiB plain"] or 1)
+                goals.append(at_most(f"peak memory over a plain loop's, {case.name}", 1.0, memory))
+            say(f"{case.name}: {ratio}")
+    return BenchResult("a step of the policy trainer beside a plain loop", rows, goals)
+
+
+def cases(folder: Path) -> list[Case]:
+    """What is compared."""
+    demo, every, wide = demo_model(), Work(16, 0, 320), Work(4, 0, WIDE_VOCABULARY)
+    return [
+        Case("the demo's lengths, 1 rank", demo, every, 1),
+        Case("the demo's lengths, 2 ranks", demo, every, 2),
+        Case("half of the groups without variance, 2 ranks", demo, Work(16, 8, 320), 2),
+        Case("a head of 152k, 1 rank", wide_model(folder / "wide"), wide, 1),
+    ]
+
+
+async def compared(case: Case, pairs: int, logs: Path, budget: int = 0) -> tuple[Row, Ratio]:
+    """A case, both sides in turns. Raises RankLost when one dies."""
+    tokens = sum(len(one.token_ids) for one in case.work.trajectories())
+    async with AsyncExitStack() as stack:
+        ours = await _started(stack, case, "ours", logs, budget)
+        plain = await _started(stack, case, "plain", logs, budget)
+        for side in (ours, plain):
+            await _step(side)  # the first one allocates
+        timed = [(await _step(ours), await _step(plain)) for _ in range(pairs)]
+    mine, theirs = zip(*timed, strict=True)
+    ratio = paired_ratio([one[0] for one in theirs], [one[0] for one in mine])
+    row: Row = {
+        "case": case.name,
+        "tokens": tokens,
+        "tokens/s": tokens / statistics.median(one[0] for one in mine),
+        "tokens/s plain": tokens / statistics.median(one[0] for one in theirs),
+        "ratio": str(ratio),
+        "MiB": max(one[1] for one in mine),
+        "MiB plain": max(one[1] for one in theirs),
+    }
+    return row, ratio
+
+
+async def _started(
+    stack: AsyncExitStack, case: Case, side: str, logs: Path, budget: int
+) -> RankGroup:
+    told = {"side": side, "model": str(case.model), "work": asdict(case.work), "tokens": budget}
+    spec = json.dumps(told)
+    ranks, threads = (case.ranks, 1) if side == "ours" else (1, case.ranks)
+    group = RankGroup(
+        "benchmarks.policy.side", ranks, threads, logs / side, {SPEC_VARIABLE: spec}, heartbeat_s=0
+    )
+    await stack.enter_async_context(group)
+    await group.start(START_S)
+    return group
+
+
+async def _step(group: RankGroup) -> tuple[float, float]:
+    """Seconds of the slowest rank, and the sum of what their memory was at most (MiB)."""
+    await group.send(b"step")
+    told = [json.loads((await group.receive(STEP_S))[1]) for _ in group.pids]
+    return max(one["seconds"] for one in told), sum(one["peak_mib"] for one in told)

@@ -1,0 +1,238 @@
+"""Declares the settings of every algorithm; `algorithm.name` says whose they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from paceline.config import Config
+
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"
+]
+"""How the losses of tokens become one (algorithms/aggregation.py)."""
+
+
+class KlConfig(Config):
+    """Keeps the policy near the one that training began with (algorithms/divergences.py)."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the divergence; 0 leaves it out, and with it the reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of a token's divergence. In the loss k1 has a gradient of mean zero while the policy
+    is the one that sampled; k2 has the divergence's own.
+    """
+    place: Literal["loss", "reward"] = "loss"
+    """Whether it is added to the loss of a token or taken from its reward."""
+
+
+class CorrectionConfig(Config):
+    """Corrects for tokens that other weights or other arithmetic drew than those that the step
+    starts from (algorithms/corrections.py).
+    """
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Weigh losses by the truncated ratio of a token, or of its whole sequence."""
+    cap: float = Field(default=0.0, ge=0)
+    """Largest such weight; 0 is 2 for tokens, 5 for sequences."""
+    keep: Literal["all", "band", "geometric"] = "all"
+    """Train all tokens; those whose ratio lies in the bounds; or those of sequences whose geometric
+    mean ratio does.
+    """
+    keep_low: float = Field(default=0.0, ge=0)
+    """Lower bound; 0 is 0.5 for band, 0.99 for geometric."""
+    keep_high: float = Field(default=0.0, ge=0)
+    """Upper bound; 0 is 5 for band, 1.01 for geometric."""
+    veto: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out sequences that hold a token whose ratio is below this; 0 leaves out none."""
+    bypass: bool = False
+    """Take the sampling policy for the proximal one: the algorithm's own ratio then corrects."""
+
+
+class AlgorithmConfig(Config):
+    """What every algorithm has. The name says which one it is."""
+
+    mini_batches: int = Field(default=1, ge=1)
+    """Parts of whole groups that a batch is cut into, one optimiser update each."""
+    passes: int = Field(default=1, ge=1)
+    """Times that the batch is gone through in a step."""
+    aggregation: Aggregation = "token_mean"
+    """How the losses of tokens become one."""
+    aggregation_tokens: int = Field(default=1024, ge=1)
+    """Tokens that aggregation `constant` divides a sequence's loss by."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the entropy, which is added to what is maximised."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float = Field(default=0.0, ge=0)
+    """Bounds the loss of a negative advantage at this many times its size; above 1, or 0 for no
+    bound.
+    """
+
+    kl: KlConfig = KlConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="after")
+    def _dual_clip_above_one(self) -> AlgorithmConfig:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip is 0 or above 1, not {self.dual_clip:g}")
+        return self
+
+
+class GroupedConfig(AlgorithmConfig):
+    """Of rewards compared within their group."""
+
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation."""
+
+
+class GrpoConfig(GroupedConfig):
+    """GRPO: rewards compared within their group."""
+
+    name: Literal["grpo"] = "grpo"
+    """Which algorithm."""
+
+
+class DrGrpoConfig(AlgorithmConfig):
+    """Dr. GRPO: GRPO without the divisions that prefer short wrong answers and easy tasks."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """Which algorithm."""
+    aggregation: Aggregation = "constant"
+    """How the losses of tokens become one."""
+
+
+class RlooConfig(AlgorithmConfig):
+    """RLOO: each reward against the mean of its siblings'."""
+
+    name: Literal["rloo"] = "rloo"
+    """Which algorithm."""
+
+
+class ReinforceConfig(AlgorithmConfig):
+    """REINFORCE++: advantages normalised over the whole batch; `_baseline` first takes the group's
+    mean reward off.
+    """
+
+    name: Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "reinforce_plus_plus"
+    """Which algorithm."""
+
+
+class PpoConfig(AlgorithmConfig):
+    """PPO with a critic."""
+
+    name: Literal["ppo"] = "ppo"
+    """Which algorithm."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a token's reward."""
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+    """Of generalised advantage estimation: 1 has no bias, 0 the least variance."""
+    value_clip: float = Field(default=0.2, ge=0)
+    """By how much a value may move in a step before its loss stops to fall; 0: any amount."""
+    critic_lr: float = Field(default=1e-4, gt=0)
+    """Learning rate of the critic."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """First RL steps that train the critic alone."""
+
+
+class DapoConfig(AlgorithmConfig):
+    """DAPO: a wider upper clip, and a penalty for answers that come near the length limit."""
+
+    name: Literal["dapo"] = "dapo"
+    """Which algorithm."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio is clipped above 1 + clip_high."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """Generated tokens of a session above which nothing more is taken off; 0: no such penalty."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens below that limit in which the penalty grows to its whole."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Taken from the reward of a session at the limit."""
+
+    @model_validator(mode="after")
+    def _buffer_below_limit(self) -> DapoConfig:
+        if self.overlong_buffer > self.overlong_tokens:
+            raise ValueError("overlong_buffer is at most overlong_tokens")
+        return self
+
+
+class GspoConfig(GroupedConfig):
+    """GSPO: one ratio a sequence."""
+
+    name: Literal["gspo"] = "gspo"
+    """Which algorithm."""
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """The ratio is clipped above 1 + clip_high."""
+    aggregation: Aggregation = "sequence_mean_token_mean"
+    """How the losses of tokens become one."""
+
+
+class CispoConfig(GroupedConfig):
+    """CISPO: the weight of a token is clipped, not its update."""
+
+    name: Literal["cispo"] = "cispo"
+    """Which algorithm."""
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """The ratio is clipped below 1 - clip_low; 1: not at all."""
+
+
+class DecoupledConfig(GroupedConfig):
+    """Decoupled PPO: clipped around the weights that the step starts from, weighed by how those
+    differ from the ones that sampled: `correction.weight` is `token` and `correction.cap` 5.
+    """
+
+    name: Literal["decoupled"] = "decoupled"
+    """Which algorithm."""
+    correction: CorrectionConfig = CorrectionConfig(weight="token", cap=5.0)
+
+
+class OwnConfig(GroupedConfig):
+    """Of an algorithm without a class here."""
+
+    name: str
+    """Its name in algorithms/__init__.py, or your own class: `package.module:Class` or
+    `path/to/file.py:Class`.
+    """
+    options: dict[str, float | int | bool | str] = Field(default={})
+    """Its settings."""
+
+
+_TAGS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "decoupled",
+)
+
+
+def _whose(given: Any) -> str:
+    """The tag of a table of settings, or of such an object."""
+    found = given.get("name", "grpo") if isinstance(given, dict) else getattr(given, "name", "grpo")
+    return str(found) if found in _TAGS else "own"
+
+
+AnyAlgorithm = Annotated[
+    Annotated[GrpoConfig, Tag("grpo")]
+    | Annotated[DrGrpoConfig, Tag("dr_grpo")]
+    | Annotated[RlooConfig, Tag("rloo")]
+    | Annotated[ReinforceConfig, Tag("reinforce_plus_plus")]
+    | Annotated[ReinforceConfig, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[PpoConfig, Tag("ppo")]
+    | Annotated[DapoConfig, Tag("dapo")]
+    | Annotated[GspoConfig, Tag("gspo")]
+    | Annotated[CispoConfig, Tag("cispo")]
+    | Annotated[DecoupledConfig, Tag("decoupled")]
+    | Annotated[OwnConfig, Tag("own")],
+    Discriminator(_whose),
+]

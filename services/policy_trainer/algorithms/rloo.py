@@ -1,0 +1,23 @@
+"""RLOO: REINFORCE with the mean of the siblings as its baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from policy_trainer.algorithms.advantages import leave_one_out
+from policy_trainer.algorithms.base import SessionBatch
+from policy_trainer.algorithms.surrogate import Clipped
+
+
+@dataclass(frozen=True, slots=True)
+class Rloo(Clipped):
+    """A_i = r_i - mean(r of the others) (arXiv 2402.14740, eq. 7), the same for all tokens of a
+    trajectory.
+    """
+
+    def advantages(self, batch: SessionBatch) -> Float[Tensor, " T"]:
+        """0 for groups without variance."""
+        return leave_one_out(batch.scores, batch.groups, batch.weights)[batch.owners]

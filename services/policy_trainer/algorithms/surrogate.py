@@ -1,0 +1,43 @@
+"""The clipped surrogate of a token's ratio, which most algorithms share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from policy_trainer.algorithm_settings import AlgorithmConfig
+from policy_trainer.algorithms.base import Needs, TokenBatch, TokenLoss
+from policy_trainer.algorithms.losses import bounded_ratio, clipped_surrogate
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """L_t = -min(u_t A_t, clip(u_t) A_t), u_t = exp(policy - proximal); see clipped_surrogate."""
+
+    settings: AlgorithmConfig
+
+    def needs(self) -> Needs:
+        """What the settings ask for: more updates than one move away from the start, and a
+        divergence is from the reference.
+        """
+        settings = self.settings
+        several = settings.mini_batches * settings.passes > 1
+        kl = settings.kl.coefficient > 0
+        return Needs(proximal=several or (kl and settings.kl.place == "reward"), reference=kl)
+
+    def loss(self, tokens: TokenBatch) -> TokenLoss:
+        """Of each token, with the ratio of its own."""
+        ratio = bounded_ratio(tokens.policy_logprobs - tokens.proximal_logprobs)
+        return self.surrogate(ratio, tokens)
+
+    def surrogate(self, ratio: Tensor, tokens: TokenBatch) -> TokenLoss:
+        """Of each token, with the ratio given [M]."""
+        losses, clipped = clipped_surrogate(
+            ratio,
+            tokens.advantages,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+            dual_clip=self.settings.dual_clip,
+        )
+        return TokenLoss(losses, clipped, {"ratio": ratio.detach()})

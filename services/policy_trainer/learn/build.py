@@ -1,0 +1,50 @@
+"""Builds the learner of a rank: the policy, and what its algorithm needs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import ConfigError
+from policy_trainer.algorithm_settings import PpoConfig
+from policy_trainer.algorithms import build_algorithm
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.critic import Critic
+from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.model import PolicyModel, load_critic, load_policy
+from policy_trainer.learn.parallel import shard
+
+
+def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
+    """With the start policy as its reference and a critic, where they are needed. Collective.
+
+    Raises ConfigError for a directory without a model, and for an algorithm of your own that needs
+    a critic and has no settings for one.
+    """
+    needs = build_algorithm(config.algorithm).needs()
+    return Learner(
+        config,
+        _policy(config, mesh, frozen=False),
+        mesh,
+        _policy(config, mesh, frozen=True) if needs.reference else None,
+        _critic(config, mesh) if needs.values else None,
+    )
+
+
+def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> PolicyModel:
+    recompute = config.recompute_activations and not frozen
+    model = load_policy(Path(config.model), recompute=recompute, chunk_rows=config.head_rows)
+    model.requires_grad_(not frozen)
+    return shard(model, mesh, reshard_after_forward=config.reshard_after_forward)
+
+
+def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Critic:
+    settings = config.algorithm
+    if not isinstance(settings, PpoConfig):
+        raise ConfigError(
+            "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
+        )
+    model = load_critic(Path(config.model))
+    sharded = shard(model, mesh, reshard_after_forward=config.reshard_after_forward)
+    return Critic(config, settings, sharded, mesh)

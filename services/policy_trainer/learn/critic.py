@@ -1,0 +1,84 @@
+"""Learns what a trajectory will still earn: the critic of PPO, sharded as the policy is.
+
+Shape letters: T trained tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.training.optimizer import NamedAdamW
+from policy_trainer.algorithm_settings import PpoConfig
+from policy_trainer.algorithms.losses import clipped_value_loss
+from policy_trainer.batches.batch import TrainBatch
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.figures import Figures
+from policy_trainer.learn.minibatches import MiniBatch, Packer
+from policy_trainer.learn.model import ValueModel
+
+
+class Critic:
+    """Model and optimiser of this rank. All methods are collective."""
+
+    def __init__(
+        self, config: PolicyTrainerConfig, settings: PpoConfig, model: ValueModel, mesh: DeviceMesh
+    ) -> None:
+        self.model = model
+        self._settings = settings
+        self._mesh = mesh
+        self._packer = Packer(config, mesh)
+        self._reshards = config.reshard_after_forward
+        self._updates = 0
+        optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
+        self._optimizer = NamedAdamW(dict(model.named_parameters()), optimizer)
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps that train the critic alone."""
+        return self._settings.critic_warmup_steps
+
+    def update(
+        self,
+        batch: TrainBatch,
+        part: MiniBatch,
+        old_values: Float[Tensor, " T"],
+        returns: Float[Tensor, " T"],
+        figures: Figures,
+    ) -> float:
+        """One update towards the returns; the gradient's norm, NaN where nothing was finite."""
+        micro_batches = list(self._packer.micro_batches(batch, part.members))
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device_type)
+        for number, micro in enumerate(micro_batches, 1):
+            last = number == len(micro_batches)
+            self.model.set_requires_gradient_sync(last or self._reshards)  # type: ignore[operator]
+            device = micro.tokens.device
+            wanted = returns[micro.tokens.cpu()].to(device)
+            old = old_values[micro.tokens.cpu()].to(device)
+            values = self.model(micro)
+            losses = clipped_value_loss(values, old, wanted, value_clip=self._settings.value_clip)
+            weights = part.token_weights[micro.tokens.cpu()].to(device)
+            loss = (losses * weights).sum()
+            (loss * self._mesh.size()).backward()
+            total += loss.detach()
+            figures.add({"value_loss": losses.detach(), "value_error": (old - wanted).abs()})
+        dist.all_reduce(total)
+        norm = self._optimizer.step(self._updates + 1) if total.isfinite() else math.nan
+        self._updates += math.isfinite(norm)
+        return norm
+
+    def state(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+        """As Learner.state."""
+        return {**self._optimizer.state(mesh), "updates": self._updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """As Learner.load_state."""
+        self._optimizer.load_state(state)
+        self._updates = state["updates"]

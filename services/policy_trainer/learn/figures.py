@@ -1,0 +1,70 @@
+"""Adds up what a step measures, over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from paceline.training.process import from_all_ranks
+from policy_trainer.algorithms.losses import bounded_ratio
+
+_RATIO, _SQUARED, _LARGEST = "_ratio", "_ratio_squared", "behavior_gap_max"
+
+
+class Figures:
+    """Means and maxima by name, of this rank until they are `reduced`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}  # sum, count
+        self._maxima: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, Float[Tensor, " M"]]) -> None:
+        """One value a token, by name."""
+        for name, value in values.items():
+            total = self._sums.setdefault(name, [0.0, 0.0])
+            total[0] += float(value.double().sum())
+            total[1] += value.numel()
+
+    def add_mismatch(
+        self, gaps: Float[Tensor, " M"], lags: Int[Tensor, " M"], drafted: Bool[Tensor, " M"]
+    ) -> None:
+        """How the step's start differs from what sampled: `gaps` is proximal - behavior of tokens.
+
+        behavior_gap is the mean |gap|; behavior_k3 estimates KL(sampler || start), e^gap - 1 - gap;
+        both also by lag and by whether a drafter helped.
+        """
+        ratio = bounded_ratio(gaps)
+        sizes = {"behavior_gap": gaps.abs(), "behavior_k3": ratio - 1 - gaps}
+        self.add({**sizes, _RATIO: ratio, _SQUARED: ratio.square()})
+        if len(gaps):
+            largest = float(sizes["behavior_gap"].max())
+            self._maxima[_LARGEST] = max(largest, self._maxima.get(_LARGEST, 0.0))
+        for lag in lags.unique().tolist():
+            self.add(_of(sizes, lags == lag, f"lag={lag}"))
+        for helped in drafted.unique().tolist():
+            self.add(_of(sizes, drafted == helped, "drafted" if helped else "plain"))
+
+    def reduced(self) -> dict[str, float]:
+        """Of all ranks, names sorted; what is not finite is left out. Collective."""
+        sums: dict[str, list[float]] = {}
+        maxima: dict[str, float] = {}
+        for part, largest in from_all_ranks((self._sums, self._maxima)):
+            for name, (total, count) in part.items():
+                one = sums.setdefault(name, [0.0, 0.0])
+                one[0] += total
+                one[1] += count
+            for name, value in largest.items():
+                maxima[name] = max(value, maxima.get(name, value))
+        found = {name: total / count for name, (total, count) in sums.items() if count}
+        ratio, squared = found.pop(_RATIO, 0.0), found.pop(_SQUARED, 0.0)
+        if squared:
+            found["effective_sample_size"] = ratio * ratio / squared  # share of the tokens
+        every = sorted({**found, **maxima}.items())
+        return {name: value for name, value in every if math.isfinite(value)}
+
+
+def _of(values: Mapping[str, Tensor], chosen: Tensor, label: str) -> dict[str, Tensor]:
+    return {f"{name}/{label}": value[chosen] for name, value in values.items()}

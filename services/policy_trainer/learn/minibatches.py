@@ -1,0 +1,73 @@
+"""Cuts a batch into mini-batches of whole groups, and those into packed micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.training.process import on_device
+from policy_trainer.algorithms.aggregation import token_weights
+from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
+from policy_trainer.batches.packing import plan_micro_batches
+from policy_trainer.config import PolicyTrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The trajectories of one update (B of the batch), and what its tokens' losses count (T of the
+    batch; 0 for those of others).
+    """
+
+    members: Bool[Tensor, " B"]
+    token_weights: Float[Tensor, " T"]
+
+
+class Packer:
+    """Lays chosen trajectories out for this rank."""
+
+    def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh) -> None:
+        self._config = config
+        self._mesh = mesh
+
+    def micro_batches(self, batch: TrainBatch, chosen: Bool[Tensor, " B"]) -> Iterator[MicroBatch]:
+        """This rank's, as many as every other's, some perhaps empty; trajectories without a trained
+        token are in none.
+        """
+        owned = torch.bincount(batch.owners, minlength=len(chosen)) > 0
+        numbers = (chosen & owned).nonzero().flatten().tolist()
+        plan = plan_micro_batches(
+            [int(batch.lengths[i]) - 1 for i in numbers],
+            world_size=self._mesh.size(),
+            row_tokens=self._config.row_tokens,
+            tokens_per_micro_batch=self._config.tokens_per_micro_batch,
+        )
+        for rows in plan[self._mesh.get_rank()]:
+            packed: Sequence[Sequence[int]] = [[numbers[i] for i in row] for row in rows]
+            yield on_device(make_micro_batch(batch, packed), self._mesh.device_type)
+
+
+def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:
+    """As many as configured, less those without a trained token: group g is in number g modulo
+    that.
+    """
+    settings = config.algorithm
+    parts = []
+    for number in range(settings.mini_batches):
+        members = batch.groups % settings.mini_batches == number
+        own = members[batch.owners]
+        if not own.any():
+            continue
+        weights = torch.zeros(len(own))
+        weights[own] = token_weights(
+            settings.aggregation,
+            batch.sessions[batch.owners[own]],
+            len(batch.sessions[members].unique()),
+            settings.aggregation_tokens,
+        )
+        parts.append(MiniBatch(members, weights))
+    return parts
