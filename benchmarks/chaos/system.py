@@ -39,16 +39,17 @@ _PROXIED = {
     "redis": ("coordinator", "gateway", "policy_trainer"),
 }
 """Who reaches a server through a proxy."""
-_PARTS = {
+PARTS = {
     "engine worker": ("gateway", "rollout_gateway.engines.worker.process"),
     "policy rank": ("policy_trainer", "policy_trainer.rank"),
     "drafter rank": ("drafter_trainer", "drafter_trainer.rank"),
 }
+"""What a service has processes of: who tells of them, and the module that they run."""
 
 
 def service_of(target: str) -> str:
     """The service whose console lines tell of a target."""
-    return _PARTS.get(target, (target.replace(" ", "_"), ""))[0]
+    return PARTS.get(target, (target.replace(" ", "_"), ""))[0]
 
 
 class System:
@@ -117,11 +118,11 @@ class System:
         if target == SUPERVISOR:
             return [self._supervisor.pid] if self._supervisor is not None else []
         service = service_of(target)
-        if target not in _PARTS:
+        if target not in PARTS:
             return [self._pids[service]] if self._pids.get(service) else []
         if self._supervisor is None:
             return []
-        return [one.pid for one in running(_PARTS[target][1], self._supervisor.pid)]
+        return [one.pid for one in running(PARTS[target][1], self._supervisor.pid)]
 
     @property
     def down(self) -> list[str]:

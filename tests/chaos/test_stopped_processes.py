@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from demo_runs import SMALL, demo, wait_for
 
+from benchmarks.chaos.system import PARTS
 from benchmarks.processes import running
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
@@ -46,11 +47,6 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
         for line in lines
         if (found := re.match(r"(\w+) started .*\(pid (\d+)\)", line))
     }
-    parts = {
-        "engine worker": ("gateway", "rollout_gateway.engines.worker.process"),
-        "policy rank": ("policy_trainer", "policy_trainer.rank"),
-        "drafter rank": ("drafter_trainer", "drafter_trainer.rank"),
-    }
     seen_s, late = {}, {}
 
     def stop(name: str, pid: int) -> None:
@@ -59,7 +55,7 @@ def test_every_process_of_a_run_that_is_stopped_is_replaced_within_seconds(tmp_p
         if seen_s[name] >= limit_s and name != "redis":
             late[name] = (seen_s[name], limit_s)
 
-    for part, (service, module) in parts.items():
+    for part, (service, module) in PARTS.items():
         stop(part, running(module, process.pid)[-1].pid)
         wait_for(process, f"{service} recovered")
     for service in ("gateway", "policy_trainer", "drafter_trainer", "coordinator", "redis"):

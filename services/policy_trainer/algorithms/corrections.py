@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from policy_trainer.algorithm_settings import CorrectionConfig
-from policy_trainer.algorithms.losses import bounded_ratio, sequence_means
+from policy_trainer.algorithms.losses import bounded_ratio, sequence_means, sequence_sums
 
 CAPS = {"token": 2.0, "sequence": 5.0}
 BANDS = {"band": (0.5, 5.0), "geometric": (0.99, 1.01)}
@@ -62,11 +62,3 @@ def _kept(
         bad = (bounded_ratio(gaps) < settings.veto).to(gaps.dtype)
         kept &= sequence_sums(bad, sequences) == 0
     return kept
-
-
-def sequence_sums(
-    amounts: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
-) -> Float[Tensor, " M"]:
-    """Sum over the tokens of a sequence, at each of its tokens."""
-    count = int(sequences.max().item()) + 1 if sequences.numel() else 0
-    return amounts.new_zeros(count).index_add(0, sequences, amounts)[sequences]

@@ -29,14 +29,20 @@ def bounded_ratio(log_ratio: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
+def sequence_sums(
+    amounts: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
+) -> Float[Tensor, " M"]:
+    """Sum over the tokens of a sequence, at each of its tokens."""
+    count = int(sequences.max().item()) + 1 if sequences.numel() else 0
+    return amounts.new_zeros(count).index_add(0, sequences, amounts)[sequences]
+
+
 def sequence_means(
     amounts: Float[Tensor, " M"], sequences: Int[Tensor, " M"]
 ) -> Float[Tensor, " M"]:
     """Mean over the tokens of a sequence, at each of its tokens."""
-    count = int(sequences.max().item()) + 1 if sequences.numel() else 0
-    sums = amounts.new_zeros(count).index_add(0, sequences, amounts)
-    sizes = amounts.new_zeros(count).index_add(0, sequences, torch.ones_like(amounts))
-    return (sums / sizes)[sequences]
+    sizes = sequence_sums(torch.ones_like(amounts), sequences)
+    return sequence_sums(amounts, sequences) / sizes
 
 
 def clipped_surrogate(

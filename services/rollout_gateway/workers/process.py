@@ -98,6 +98,9 @@ class WorkerProcess:
             reader,
             background(self._watch(self._process), f"watch of worker {self.index}"),
         ]
+        await self._become_ready(deadline_s)
+
+    async def _become_ready(self, deadline_s: float) -> None:
         done, _ = await asyncio.wait(
             (self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
         )

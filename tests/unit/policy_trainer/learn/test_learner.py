@@ -6,12 +6,11 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,6 @@ from paceline.config import OptimizerConfig, RunConfig
 from paceline.errors import ConfigError, DataLoss
 from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
-from paceline.training import STORE_VARIABLE
 from paceline.trajectory import Trajectory
 from policy_trainer.algorithm_settings import (
     AlgorithmConfig,
@@ -42,23 +40,9 @@ from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.minibatches import mini_batches
 from policy_trainer.learn.model import load_policy
-from policy_trainer.learn.parallel import form_mesh, shard
+from policy_trainer.learn.parallel import shard
 from policy_trainer.messages import BatchFacts, Progress
 from policy_trainer.trainer import PolicyTrainer
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "RANK": 0,
-            "WORLD_SIZE": 1,
-            "LOCAL_RANK": 0,
-            STORE_VARIABLE: tmp_path_factory.mktemp("ranks") / "store",
-        }.items():
-            patch.setenv(name, str(value))
-        yield form_mesh(PolicyTrainerConfig(device="cpu"))
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

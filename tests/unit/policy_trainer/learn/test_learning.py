@@ -4,24 +4,20 @@ this process, also by weights that are several versions old.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import OptimizerConfig
-from paceline.training import STORE_VARIABLE
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 from policy_trainer.batches.batch import make_batch
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.parallel import form_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +25,6 @@ VOCABULARY, PROMPT, REPLY = 12, 1, 4
 GROUPS, SAMPLES, STEPS = 12, 8, 60
 LEARNED = 0.6
 """Mean reward; chance is 0.08. Some keep to a few wrong tokens, as tiny policies do."""
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    with pytest.MonkeyPatch.context() as patch:
-        store = tmp_path_factory.mktemp("ranks") / "store"
-        places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, STORE_VARIABLE: store}
-        for name, value in places.items():
-            patch.setenv(name, str(value))
-        yield form_mesh(PolicyTrainerConfig(device="cpu"))
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
