@@ -28,6 +28,14 @@ class PolicyTrainerConfig(ServiceConfig):
     """Free a layer's gathered weights between forward and backward, and add up gradients in shards:
     less memory, more communication.
     """
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers that forward and backward compute with, and ranks gather; weights, their gradients'
+    sums and the optimiser's moments are float32 in either case.
+    """
+    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    """Kernel of the attention: torch's own, which masks a packed row; flex, compiled and on CUDA
+    only, which skips what is masked; flash, where the package flash_attn is installed.
+    """
     recompute_activations: bool = False
     """Keep of a layer's forward its input alone, and compute the rest again for the backward: less
     memory, one more forward.

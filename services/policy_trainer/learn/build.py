@@ -12,16 +12,18 @@ from policy_trainer.algorithms import build_algorithm
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.critic import Critic
 from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.model import PolicyModel, load_critic, load_policy
+from policy_trainer.learn.loading import check_attention
+from policy_trainer.learn.model import PolicyModel, critic_on_meta, policy_on_meta
 from policy_trainer.learn.parallel import shard
 
 
 def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
     """With the start policy as its reference and a critic, where they are needed. Collective.
 
-    Raises ConfigError for a directory without a model, and for an algorithm of your own that needs
-    a critic and has no settings for one.
+    Raises ConfigError for a directory without a model, an attention that cannot train here, and an
+    algorithm of your own that needs a critic and has no settings for one.
     """
+    check_attention(config.attention, mesh.device_type)
     needs = build_algorithm(config.algorithm).needs()
     return Learner(
         config,
@@ -33,10 +35,14 @@ def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
 
 
 def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> PolicyModel:
-    recompute = config.recompute_activations and not frozen
-    model = load_policy(Path(config.model), recompute=recompute, chunk_rows=config.head_rows)
+    model = policy_on_meta(
+        Path(config.model),
+        recompute=config.recompute_activations and not frozen,
+        chunk_rows=config.head_rows,
+        attention=config.attention,
+    )
     model.requires_grad_(not frozen)
-    return shard(model, mesh, reshard_after_forward=config.reshard_after_forward)
+    return shard(model, mesh, config)
 
 
 def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Critic:
@@ -45,6 +51,5 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Critic:
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )
-    model = load_critic(Path(config.model))
-    sharded = shard(model, mesh, reshard_after_forward=config.reshard_after_forward)
-    return Critic(config, settings, sharded, mesh)
+    model = critic_on_meta(Path(config.model), attention=config.attention)
+    return Critic(config, settings, shard(model, mesh, config), mesh)

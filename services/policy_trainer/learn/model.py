@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from paceline.training.hugging_face import load_causal_lm
 from policy_trainer.batches.batch import MicroBatch
 from policy_trainer.learn.head import head_logprobs
+from policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
 HEAD_ROWS = 1024
 """Rows of the head at once: of a vocabulary of 152k their logits are 0.6 GB in fp32."""
@@ -41,9 +40,10 @@ class PolicyModel(nn.Module):
 
         The head has no bias, so that hidden rows are divided in the place of logits.
         """
-        rows = hidden_rows(self.lm.model, micro) / micro.temperatures[:, None]
+        hidden = hidden_rows(self.lm.model, micro)
+        rows = hidden / micro.temperatures[:, None]
         return head_logprobs(
-            rows,
+            rows.to(hidden.dtype),
             self.lm.lm_head,
             micro.targets,
             chunk_rows=self._chunk_rows,
@@ -53,6 +53,10 @@ class PolicyModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Decoder layers, the units of sharding."""
         return list(self.lm.model.layers)
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Parameters by what a Hugging Face directory calls them; tied ones once."""
+        return {one: name.removeprefix("lm.") for name, one in self.named_parameters()}
 
 
 class ValueModel(nn.Module):
@@ -73,24 +77,36 @@ class ValueModel(nn.Module):
         """Decoder layers, the units of sharding."""
         return list(self.decoder.layers)
 
+    def names(self) -> dict[nn.Parameter, str]:
+        """Parameters of the decoder by what a Hugging Face directory calls them."""
+        return {one: f"model.{name}" for name, one in self.decoder.named_parameters()}
+
 
 def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "M D"]:
     """Last hidden states at the positions that predict a trained token."""
+    ids, positions = micro.input_ids, micro.position_ids
+    if decoder.config._attn_implementation == KERNELS["flash"]:
+        # It takes documents of any length, and finds them in a single row only.
+        ids, positions = ids.view(1, -1), positions.view(1, -1)
     hidden: Tensor = decoder(
-        input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
+        input_ids=ids, position_ids=positions, use_cache=False
     ).last_hidden_state
     return hidden.flatten(0, 1)[micro.predict_at]
 
 
-def load_policy(
-    directory: Path, *, recompute: bool = False, chunk_rows: int = HEAD_ROWS
+def policy_on_meta(
+    directory: Path,
+    *,
+    recompute: bool = False,
+    chunk_rows: int = HEAD_ROWS,
+    attention: str = "sdpa",
 ) -> PolicyModel:
-    """The model of a Hugging Face directory in fp32 master weights, on the CPU.
+    """The model of a Hugging Face directory in fp32, still without its numbers (loading.py).
 
     recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
-    1604.06174). Raises ConfigError when the directory holds no Llama, Qwen2 or Qwen3 checkpoint.
+    1604.06174). Raises what causal_lm_on_meta raises.
     """
-    lm = load_causal_lm(directory, torch.float32)
+    lm = causal_lm_on_meta(directory, attention)
     lm.config.use_cache = False
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -98,6 +114,6 @@ def load_policy(
     return PolicyModel(lm, chunk_rows)
 
 
-def load_critic(directory: Path) -> ValueModel:
-    """A critic that begins with the decoder of a Hugging Face directory. Raises ConfigError."""
-    return ValueModel(load_causal_lm(directory, torch.float32).model)
+def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:
+    """A critic that will begin with the decoder of a Hugging Face directory. Raises as above."""
+    return ValueModel(causal_lm_on_meta(directory, attention).model)

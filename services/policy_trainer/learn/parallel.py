@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline.training.checkpoints import copy_local
 from paceline.training.process import join_ranks
 from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.loading import StartWeights
 from policy_trainer.learn.model import PolicyModel, ValueModel
 
 M = TypeVar("M", PolicyModel, ValueModel)
@@ -31,14 +33,25 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
-def shard(model: M, mesh: DeviceMesh, *, reshard_after_forward: bool) -> M:
-    """Shards each decoder layer and then the rest over the mesh, in place (FSDP2, arXiv
-    2304.11277).
+def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:
+    """Loads each decoder layer and then the rest from the start policy, and shards it over the mesh
+    before the next one is loaded, in place (FSDP2, arXiv 2304.11277).
+
+    Shards, gradients and their sums over ranks are fp32; what is gathered, and computed with, is of
+    `compute_dtype` (Micikevicius et al. 2018, arXiv 1710.03740). Raises what StartWeights does.
     """
-    model.to(mesh.device_type)
-    for layer in model.layers():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    start, names = StartWeights(Path(config.model)), model.names()
+    dtype = getattr(torch, config.compute_dtype)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for unit in (*model.layers(), model):
+        start.fill(unit, names, mesh.device_type)
+        unit.to(mesh.device_type)  # what is in no file, such as buffers
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=precision,
+        )
     return model
 
 

@@ -18,7 +18,8 @@ from paceline.errors import ConfigError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
-from policy_trainer.learn.model import load_policy
+from policy_trainer.learn.loading import StartWeights
+from policy_trainer.learn.model import policy_on_meta
 
 DEMO = Path(__file__).parents[3] / "examples/demo"
 SGLANG = Path(__file__).parents[3] / "examples/sglang/qwen2.5-7b-8gpus.toml"
@@ -94,7 +95,8 @@ def test_activations_are_what_autograd_keeps_of_a_layer(
 
 def kept_bytes(directory: Path, *, recompute: bool) -> int:
     """Storages that the backward of a forward of 200 tokens reads, without the weights'."""
-    policy = load_policy(directory, recompute=recompute)
+    policy = policy_on_meta(directory, recompute=recompute)
+    StartWeights(directory).fill(policy, policy.names(), "cpu")
     weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
     kept: dict[int, Tensor] = {}
 

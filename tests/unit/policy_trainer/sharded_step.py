@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from paceline.config import OptimizerConfig
 from paceline.training.process import tensors_from_rank_zero
+from paceline.training.shards import local_of
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 from policy_trainer.algorithm_settings import CorrectionConfig, OwnConfig
 from policy_trainer.algorithms.base import SessionBatch
@@ -23,9 +24,9 @@ from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.figures import Figures
-from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.loading import StartWeights
 from policy_trainer.learn.minibatches import mini_batches
-from policy_trainer.learn.model import load_policy
+from policy_trainer.learn.model import policy_on_meta
 from policy_trainer.learn.parallel import form_mesh, gather_full, shard
 
 
@@ -74,6 +75,7 @@ def main(model: Path, out: Path, broken: int) -> None:
     capped = CorrectionConfig(weight="token")
     several = int(os.environ["WORLD_SIZE"]) > 1  # ranks save memory in every way, one in none
     config = PolicyTrainerConfig(
+        model=str(model),
         device="cpu",
         reshard_after_forward=several,
         recompute_activations=several,
@@ -83,9 +85,8 @@ def main(model: Path, out: Path, broken: int) -> None:
         optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5),
     )
     mesh = form_mesh(config)
-    start = load_policy(model, recompute=config.recompute_activations)
-    policy = shard(start, mesh, reshard_after_forward=config.reshard_after_forward)
-    learner = Learner(config, policy, mesh)
+    learner = build_learner(config, mesh)
+    policy = learner.model
     own = None
     if dist.get_rank() == 0:
         own = make_batch(trajectories(), 4)
@@ -118,9 +119,11 @@ MODES: dict[str, dict[str, object]] = {
     "decoupled": {"kl": {"coefficient": 0.1, "place": "reward"}},
     "reinforce_plus_plus": {"aggregation": "sequence_mean_token_mean"},
 }
+SAVING = {"compute_dtype": "bfloat16", "reshard_after_forward": True, "recompute_activations": True}
+"""Every way of saving memory at once."""
 
 
-def five_steps(model: Path, out: Path) -> None:
+def five_steps(model: Path, out: Path, *, saving: bool = False) -> None:
     """Five steps in every mode on batches that all ranks know; rank 0 writes weights and losses."""
     whole: dict[str, torch.Tensor] = {}
     mesh = None
@@ -133,6 +136,7 @@ def five_steps(model: Path, out: Path) -> None:
                 "tokens_per_micro_batch": 192,
                 "row_tokens": 64,
                 "optimizer": {"lr": 1e-4},
+                **(SAVING if saving else {}),
             }
         )
         mesh = mesh or form_mesh(config)
@@ -148,5 +152,29 @@ def five_steps(model: Path, out: Path) -> None:
         whole[f"{name}.losses"] = torch.tensor(losses, dtype=torch.float64)
     if dist.get_rank() == 0:
         save_file(whole, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def loading(model: Path, out: Path) -> None:
+    """Loads the policy; rank 0 writes the numbers that it held at most, and those of its shards."""
+    mesh = form_mesh(PolicyTrainerConfig(device="cpu"))
+    config = PolicyTrainerConfig(model=str(model), device="cpu")
+    policy = policy_on_meta(model)
+    held: list[int] = []
+    read = StartWeights._read
+
+    def counting(self: StartWeights, name: str, shape: torch.Size) -> torch.Tensor:
+        tensor = read(self, name, shape)
+        here = [local_of(one) for one in policy.parameters() if not one.is_meta]
+        held.append(sum(one.numel() for one in here) + tensor.numel())
+        return tensor
+
+    StartWeights._read = counting  # type: ignore[method-assign]
+    shard(policy, mesh, config)
+    shards = sum(local_of(one).numel() for one in policy.parameters())
+    weights = gather_full((name, p) for p, name in policy.names().items())
+    if dist.get_rank() == 0:
+        save_file({**weights, "held": torch.tensor([max(held), shards])}, out)
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,42 @@ def test_five_steps_are_the_same_on_one_two_and_three_ranks_in_every_mode(
             assert relative(other[key], value) < 1e-5, key
         if not key.endswith(".losses"):
             assert not torch.equal(value, start[key.partition(".")[2]]), key
+
+
+def test_five_steps_in_bfloat16_go_where_those_in_float32_do(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Updates, which are small beside the rounding of weights, survive: the masters are fp32. Adam
+    makes whole steps of gradients that are but rounding, so that the two are alike and not equal.
+    """
+    found = {}
+    for name, saving in (("fp32", False), ("bf16", True)):
+        out = tmp_path / f"{name}.safetensors"
+        run_ranks(partial(sharded_step.five_steps, saving=saving), 2, tmp_path, model_dir, out)
+        found[name] = load_file(out)
+    start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
+    for mode in sharded_step.MODES:
+        exact, rounded = (
+            torch.cat([(one[f"{mode}.{k}"] - v).flatten() for k, v in start.items()])
+            for one in (found["fp32"], found["bf16"])
+        )
+        likeness = torch.cosine_similarity(exact.double(), rounded.double(), dim=0)
+        assert float(likeness) > 0.7, mode
+        weights = [one for key, one in found["bf16"].items() if key.startswith(f"{mode}.model")]
+        assert all(one.dtype == torch.float32 for one in weights)
+        assert any(not torch.equal(one, one.bfloat16().float()) for one in weights)
+
+
+def test_a_rank_holds_its_shards_and_one_unit_while_it_loads(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    run_ranks(sharded_step.loading, 2, tmp_path, model_dir, tmp_path / "loaded.safetensors")
+    loaded = load_file(tmp_path / "loaded.safetensors")
+    start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
+    most, shards = loaded.pop("held").tolist()
+    assert set(loaded) == set(start)
+    assert all(torch.equal(loaded[name], start[name]) for name in start)
+    layer = sum(one.numel() for name, one in start.items() if ".layers.0." in name)
+    rest = sum(one.numel() for name, one in start.items() if ".layers." not in name)
+    assert most <= shards + max(layer, rest)
+    assert most < sum(one.numel() for one in start.values())

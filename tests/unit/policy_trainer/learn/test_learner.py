@@ -39,8 +39,7 @@ from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.minibatches import mini_batches
-from policy_trainer.learn.model import load_policy
-from policy_trainer.learn.parallel import shard
+from policy_trainer.learn.model import policy_on_meta
 from policy_trainer.messages import BatchFacts, Progress
 from policy_trainer.trainer import PolicyTrainer
 
@@ -66,9 +65,9 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
     config = PolicyTrainerConfig.model_validate(
-        {"optimizer": OptimizerConfig(lr=1e-3, warmup_steps=3), **settings}
+        {"model": str(model), "optimizer": OptimizerConfig(lr=1e-3, warmup_steps=3), **settings}
     )
-    return Learner(config, shard(load_policy(model), mesh, reshard_after_forward=False), mesh)
+    return build_learner(config, mesh)
 
 
 def trainer(one: Learner, model: Path, run: Path) -> PolicyTrainer:
@@ -104,9 +103,9 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in directory.iterdir()
     }
-    served = load_policy(directory).state_dict()
+    served = LlamaForCausalLM.from_pretrained(directory).state_dict()
     for name, weight in first.weights().items():
-        assert torch.equal(served[f"lm.{name}"], weight), name
+        assert torch.equal(served[name], weight), name
 
     resumed = learner(model_dir, mesh)
     resuming = trainer(resumed, model_dir, tmp_path)
@@ -382,4 +381,4 @@ def test_a_gradient_that_is_not_finite_is_not_taken_where_the_loss_is(
 
 def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        load_policy(tmp_path)
+        policy_on_meta(tmp_path)
