@@ -48,6 +48,15 @@ class CorrectionConfig(Config):
     """Leave out sequences that hold a token whose ratio is below this; 0 leaves out none."""
     bypass: bool = False
     """Take the sampling policy for the proximal one: the algorithm's own ratio then corrects."""
+    required: bool = True
+    """Refuse a run whose engine samples in coarser numbers than the trainer's unless one of weight,
+    keep and bypass corrects for it; false lets it be measured.
+    """
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens that other numbers drew are weighed, left out or clipped for it."""
+        return self.weight != "none" or self.keep != "all" or self.bypass
 
 
 class AlgorithmConfig(Config):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
-from paceline.local.memory_plan import RunPlan, ServicePlan, shown
+from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan, shown
 from paceline.local.processes import usable_cores
 from paceline.local.services import SERVICES
 from paceline.models.config import read_config
@@ -58,6 +58,7 @@ def plan_run(
     slots, cores = gateway.worker_count * per_worker, usable_cores()
     leased = coordinator.learner_slots or slots
     ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, on_gpus=bool(gpus))
+    _check_correction(gateway, policy)
     lines = _memory(found, ranks, gpus)
     chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
@@ -78,6 +79,35 @@ def _staleness(bound: int | None, lag: int) -> list[str]:
     return [f"policy_trainer.max_staleness={lag}"] if bound is None and lag else []
 
 
+def _check_correction(gateway: Any, policy: Any) -> None:
+    """Raises ConfigError where tokens are drawn with coarser numbers than they are trained with,
+    and nothing corrects for it: the policy then drifts until it collapses.
+    """
+    engine = gateway.engine
+    drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
+    if engine.kind == "embedded" and engine.embedded.quantize:
+        drawn, settings = (
+            engine.embedded.quantize,
+            [f"gateway.engine.embedded.quantize={engine.embedded.quantize}"],
+        )
+    elif policy.publish_dtype != "float32":
+        drawn, settings = (
+            policy.publish_dtype,
+            [f"policy_trainer.publish_dtype={policy.publish_dtype}"],
+        )
+    correction = policy.algorithm.correction
+    if drawn in ("float32", policy.compute_dtype) or correction.corrects:
+        return
+    if correction.required:
+        raise ConfigError(
+            "tokens are drawn with coarser numbers than they are trained with; set "
+            "policy_trainer.algorithm.correction",
+            seen=", ".join([*settings, f"policy_trainer.compute_dtype={policy.compute_dtype}"]),
+            allowed="weight=token or sequence, keep=band or geometric, bypass=true, or "
+            "required=false to measure what that costs",
+        )
+
+
 def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]:
     gateway, policy, drafter, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
@@ -94,8 +124,14 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
             ranks=ranks,
             # A row is as long as the longest trajectory of its step.
             tokens=max(policy.tokens_per_micro_batch, gateway.engine.max_sequence_tokens),
-            reshard=policy.reshard_after_forward,
-            recompute=policy.recompute_activations,
+            settings=PolicySizes(
+                reshard=policy.reshard_after_forward,
+                recompute=policy.recompute_activations,
+                item=_ITEM[policy.compute_dtype],
+                head_rows=policy.head_rows,
+                critic=policy.algorithm.name == "ppo",
+                reference=policy.algorithm.kl.coefficient > 0,
+            ),
         ),
         memory_plan.drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens),
         apart=coordinator.learner_slots > 0,

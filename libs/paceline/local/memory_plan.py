@@ -83,8 +83,8 @@ class RunPlan:
                 + "; ".join(map(str, self.services)),
                 seen=f"{shown(most)}",
                 allowed=f"{shown(device_bytes)}, with another model, more GPUs, memory_saver, "
-                "a smaller memory_fraction, reshard_after_forward, recompute_activations or "
-                "shorter sequences",
+                "a smaller memory_fraction, reshard_after_forward, recompute_activations, "
+                "compute_dtype=bfloat16, fewer head_rows or shorter sequences",
             )
 
 
@@ -139,30 +139,69 @@ def layer_activations(model: ModelConfig) -> int:
     return 8 * model.hidden_size + model.kv_width + 4 * model.intermediate_size
 
 
+@dataclass(frozen=True, slots=True)
+class PolicySizes:
+    """What of the policy trainer's settings its memory follows from."""
+
+    reshard: bool = False
+    recompute: bool = False
+    item: int = FLOAT
+    """Bytes of a number that is computed with."""
+    head_rows: int = 1024
+    """Tokens whose logits are there at once."""
+    critic: bool = False
+    reference: bool = False
+
+
 def policy_plan(
-    model: ModelConfig, *, ranks: int, tokens: int, reshard: bool, recompute: bool
+    model: ModelConfig, *, ranks: int, tokens: int, settings: PolicySizes
 ) -> ServicePlan:
-    """FSDP2 over `ranks` in float32, in forwards of `tokens`: each rank has its share, what it
-    gathers of the others', and what a backward reads.
+    """FSDP2 over `ranks`, float32 where numbers are kept, in forwards of `tokens`: each rank has
+    its share, what it gathers of the others', and what a backward reads. The critic is a model
+    without a head, trained like the policy, and the reference one that is not.
     """
     count, layer = parameters(model), layer_parameters(model)
     share = -(-FLOAT * count // ranks)
-    gathered = 0
-    if ranks > 1:
-        # Weights and their gradients; with reshard of the layer that computes, the next one's
-        # weights, and the embedding and head, which are a unit of their own.
-        gathered = FLOAT * (2 * embedding_parameters(model) + 3 * layer if reshard else 2 * count)
     kept = layer_activations(model)  # with recompute of one layer, and the inputs of all
-    read = kept + model.num_layers * model.hidden_size if recompute else kept * model.num_layers
+    layers = model.num_layers
+    read = kept + layers * model.hidden_size if settings.recompute else kept * layers
     parts = {
         "weights": share,
         "gradients": share,
         "optimizer": 2 * share,
-        "gathered": gathered,
-        "activations": FLOAT * tokens * read,
-        "logits": LOGITS * FLOAT * tokens * model.vocab_size,
+        "gathered": _gathered(model, ranks, settings),
+        "activations": settings.item * tokens * read,
+        "logits": LOGITS * FLOAT * min(tokens, settings.head_rows) * model.vocab_size,
     }
-    return ServicePlan("policy_trainer", ranks, parts, 3 * share)
+    stays = 3 * share
+    whole = settings.item * count if not settings.reshard and _gathers(ranks, settings) else 0
+    if settings.critic:
+        decoder = layers * layer + model.vocab_size * model.hidden_size
+        own = -(-FLOAT * decoder // ranks)
+        parts["critic"] = 4 * own + whole * decoder // count
+        stays += 3 * own
+    if settings.reference:
+        parts["reference"] = share + whole
+        stays += share
+    return ServicePlan("policy_trainer", ranks, parts, stays)
+
+
+def _gathers(ranks: int, settings: PolicySizes) -> bool:
+    """Whether a rank computes with other numbers than its shards."""
+    return ranks > 1 or settings.item != FLOAT
+
+
+def _gathered(model: ModelConfig, ranks: int, settings: PolicySizes) -> int:
+    """Bytes of weights as they are computed with, and of their gradients, which are summed in
+    float32; with reshard of the layer that computes, the next one's weights, and the embedding and
+    head, which are a unit of their own.
+    """
+    if not _gathers(ranks, settings):
+        return 0
+    count, layer = parameters(model), layer_parameters(model)
+    ends = embedding_parameters(model)
+    weights, gradients = (ends + 2 * layer, ends + layer) if settings.reshard else (count, count)
+    return settings.item * weights + FLOAT * gradients
 
 
 def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:

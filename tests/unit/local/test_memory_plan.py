@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from paceline.cli.main import app
 from paceline.cli.plan import plan_run
 from paceline.errors import ConfigError
 from paceline.local import memory_plan
-from paceline.local.memory_plan import RunPlan, ServicePlan
+from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
 from policy_trainer.learn.loading import StartWeights
 from policy_trainer.learn.model import policy_on_meta
@@ -50,11 +51,9 @@ def run_plan(*, ranks: int, saver: bool) -> RunPlan:
     return RunPlan(engine, policy_plan(ranks=ranks, reshard=True), drafter)
 
 
-def policy_plan(
-    *, ranks: int = 8, tokens: int = 512, reshard: bool = False, recompute: bool = False
-) -> ServicePlan:
+def policy_plan(*, ranks: int = 8, tokens: int = 512, **settings: Any) -> ServicePlan:
     return memory_plan.policy_plan(
-        QWEN_7B, ranks=ranks, tokens=tokens, reshard=reshard, recompute=recompute
+        QWEN_7B, ranks=ranks, tokens=tokens, settings=PolicySizes(**settings)
     )
 
 
@@ -74,6 +73,14 @@ def test_a_plan_counts_every_byte_of_a_rank() -> None:
     assert policy_plan(reshard=True).parts["gathered"] == 4 * units
     inputs = 28 * 3584 + memory_plan.layer_activations(QWEN_7B)
     assert policy_plan(tokens=100, recompute=True).parts["activations"] == 4 * 100 * inputs
+    assert policy_plan(tokens=5000).parts["logits"] == 4 * 4 * 1024 * 152_064
+    half = policy_plan(tokens=100, ranks=1, item=2)
+    assert half.parts["gathered"] == (2 + 4) * 8 * share // 4
+    assert half.parts["activations"] == policy_plan(tokens=100).parts["activations"] // 2
+    beside = policy_plan(critic=True, reference=True, reshard=True).parts
+    headless = share - 4 * 152_064 * 3584 // 8
+    assert beside["reference"] == share
+    assert beside["critic"] == pytest.approx(4 * headless, abs=64)
     keys = memory_plan.embedded_plan(QWEN_7B, workers=1, slots=3, tokens=10, item=2, saver=False)
     assert keys.parts["keys and values"] == 2 * 3 * 10 * 28 * 2 * 4 * 128
 
@@ -162,6 +169,34 @@ def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_ha
         planned(asynchronous, "policy_trainer.max_staleness=0")
 
 
+COARSE = (
+    ("gateway.engine.dtype=bfloat16",),
+    ("policy_trainer.publish_dtype=bfloat16",),
+    ("gateway.engine.embedded.quantize=int8",),
+    ("gateway.engine.embedded.quantize=int8", "policy_trainer.compute_dtype=bfloat16"),
+)
+
+
+@pytest.mark.parametrize("settings", COARSE)
+def test_coarser_numbers_of_the_engine_need_a_correction(
+    settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    with pytest.raises(ConfigError, match=rf"coarser numbers.*seen: {settings[0]}.*required=false"):
+        planned(*settings)
+    correction = "policy_trainer.algorithm.correction"
+    with pytest.raises(ConfigError, match="coarser numbers"):
+        planned(*settings, f"{correction}.veto=0.01")
+    for chosen in ("weight=token", "weight=sequence", "keep=band", "bypass=true", "required=false"):
+        planned(*settings, f"{correction}.{chosen}")
+    planned(*settings, "policy_trainer.algorithm.name=decoupled")
+
+
+def test_numbers_that_are_those_of_the_trainer_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    planned("gateway.engine.dtype=bfloat16", "policy_trainer.compute_dtype=bfloat16")
+
+
 def test_the_demo_has_a_line_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "gpu_bytes", list)
     checked = planned()
@@ -195,7 +230,7 @@ def test_the_run_on_eight_gpus_trains_its_policy_on_all_of_them(
     assert plan_run([SGLANG], []).overrides == ["policy_trainer.ranks=8"]
 
 
-def test_the_run_on_eight_gpus_leaves_a_fifth_of_them_free_and_no_less_would_do(
+def test_the_run_on_eight_gpus_leaves_two_fifths_of_them_free_as_it_is_set(
     tmp_path: Path,
 ) -> None:
     save_qwen(tmp_path)
@@ -205,10 +240,10 @@ def test_the_run_on_eight_gpus_leaves_a_fifth_of_them_free_and_no_less_would_do(
         return plan_run([SGLANG], [model, *overrides], [gib * GIB] * 8).lines
 
     assert planned(80)[-1].startswith("turns on a GPU of 81,920 MiB: gateway ")
-    planned(64)
-    for setting in ("reshard_after_forward=false", "recompute_activations=false", "ranks=2"):
+    planned(48)
+    for gib, setting in ((80, "recompute_activations=false"), (64, "reshard_after_forward=false")):
         with pytest.raises(ConfigError, match="too small for the turn of policy_trainer"):
-            planned(80, f"policy_trainer.{setting}")
+            planned(gib, f"policy_trainer.{setting}")
 
 
 def test_half_of_the_eight_gpus_carry_the_policy_where_it_has_its_own(tmp_path: Path) -> None:
@@ -222,9 +257,8 @@ def test_half_of_the_eight_gpus_carry_the_policy_where_it_has_its_own(tmp_path: 
         "policy_trainer: 4",
         "drafter_trainer: 4",
     ]
-    alone = memory_plan.policy_plan(
-        QWEN_7B, ranks=4, tokens=10_240, reshard=True, recompute=True
-    )  # nobody else has its GPUs
+    # nobody else has its GPUs
+    alone = policy_plan(ranks=4, tokens=10_240, reshard=True, recompute=True, item=2)
     whole = memory_plan.shown(alone.total + memory_plan.LIBRARIES)
     assert f"policy_trainer {whole}," in turns or f"policy_trainer {whole};" in turns
 

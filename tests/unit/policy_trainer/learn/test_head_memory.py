@@ -1,0 +1,81 @@
+"""What a step of a model with a large vocabulary holds at most."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig, LlamaForCausalLM
+from unit.policy_trainer.sharded_step import trajectories
+
+from paceline.local.memory_plan import LOGITS, PolicySizes, policy_plan
+from paceline.models.config import read_config
+from policy_trainer.batches.batch import make_batch
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.build import build_learner
+
+VOCABULARY = 152_064
+HEAD_ROWS = 64
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all storages that operators have made and nobody has let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_iter(made):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._seen:
+            self._seen.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._let_go, key, size)
+
+    def _let_go(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def test_a_step_holds_one_chunk_of_logits_and_no_more_than_is_planned(
+    mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    learner = build_learner(
+        PolicyTrainerConfig(model=str(tmp_path), device="cpu", head_rows=HEAD_ROWS), mesh
+    )
+    batch = make_batch(trajectories(vocabulary=VOCABULARY), 4)
+    tokens = len(batch.owners)
+    assert tokens > 6 * HEAD_ROWS, "the logits of all tokens would be six times a chunk's"
+    learner.step(batch)  # the second one finds the moments there
+    with Held() as held:
+        learner.step(batch)
+    chunk = 4 * HEAD_ROWS * VOCABULARY
+    plan = policy_plan(
+        read_config(tmp_path), ranks=1, tokens=tokens, settings=PolicySizes(head_rows=HEAD_ROWS)
+    )
+    whole = plan.parts["gradients"] + plan.parts["optimizer"]
+    assert chunk < held.most <= LOGITS * chunk + whole + plan.parts["activations"]
