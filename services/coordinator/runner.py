@@ -23,7 +23,7 @@ from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
 from coordinator.machine.state import OPTIONAL, Phase, Service, State
 from coordinator.machine.step import step
-from coordinator.metrics import SLOT_TIME
+from coordinator.metrics import EVALUATION, record_step
 from coordinator.stall import StallWatch
 from coordinator.step_span import StepSpans
 from coordinator.transitions import Publish, Transitions
@@ -149,6 +149,8 @@ class Runner:
         """Their transitions, and what follows from them."""
         for one in await self.transitions.apply(*happened):
             self.stall.observe(one.event, one.after)
+            if isinstance(one.event, events.EvaluationDone) and one.event.value is not None:
+                EVALUATION.record(one.event.value, kind=one.event.kind.value)
             asked = self._asked.get(id(one.event))
             if asked is not None and not asked.done():
                 asked.set_result(one.before)
@@ -165,8 +167,7 @@ class Runner:
                 self._queue.put_nowait(events.StepBegan(self.now(), number, traceparent))
             case commands.CloseStep(number):
                 self._spans.end(number)
-                for use, seconds in self.transitions.records.finished[-1].slot_s.items():
-                    SLOT_TIME.record(seconds, use=use)
+                record_step(self.transitions.records.finished[-1])
             case commands.Refuse(event, seen, current):
                 self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case commands.FinishRun():

@@ -58,12 +58,7 @@ class BatchFacts:
 class StepFacts:
     """What an optimiser step measured; means over trained tokens, those without gradient too."""
 
-    loss: float = 0.0  # mean of the updates
-    grad_norm: float = 0.0  # before clipping, of the first update
-    entropy: float = 0.0  # nats, at the start of the step
-    behavior_gap: float = 0.0  # mean |proximal - behavior| log-prob, nats
-    clip_fraction: float = 0.0  # of the tokens of all updates, those whose gradient a bound takes
-    figures: dict[str, float] = field(default_factory=dict)  # what else there is, by name
+    figures: dict[str, float] = field(default_factory=dict)  # by name; none that was not finite
     train_s: float = 0.0
     world_size: int = 0
     skipped_updates: int = 0  # not taken: the loss or the gradient was not finite

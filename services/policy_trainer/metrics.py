@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.telemetry.metrics import Counter, Histogram
+from paceline.telemetry.metrics import Counter, Gauge, Histogram
+from policy_trainer.messages import Progress
 
 CHECKPOINTS_DAMAGED = Counter(
     "paceline.policy.checkpoints_damaged",
@@ -45,3 +46,48 @@ HEADS_LEFT_OUT = Counter(
     (),
     "versions whose head was not pushed, because the drafter trainer did not take it",
 )
+VERSION = Gauge("paceline.policy.version", "{version}", (), "policy version of the last step")
+REWARD = Gauge(
+    "paceline.policy.reward",
+    "1",
+    ("statistic",),
+    "of the sessions of the last step's batch; statistic: mean or std",
+)
+FIGURE = Gauge(
+    "paceline.policy.figure",
+    "1",
+    ("figure", "of"),
+    "what the last step measured (docs/algorithms.md): loss, grad_norm, entropy, behavior_gap ...; "
+    "of: the tokens that it is about, such as lag=1 or drafted, or all",
+)
+PART_TIME = Histogram(
+    "paceline.policy.part_time",
+    "s",
+    ("part",),
+    "of a step; part: batch_wait, proximal_logprobs, reference_logprobs, values, forward_backward, "
+    "optimizer, critic, publish, or checkpoint, which is the time until the ranks train on",
+)
+TRAINED = Counter(
+    "paceline.policy.trained",
+    "1",
+    ("what",),
+    "what: trajectories, tokens (of prompts too), or groups_without_variance, which carry no "
+    "gradient",
+)
+
+
+def record_step(progress: Progress) -> None:
+    """What a step has trained and measured."""
+    batch, facts = progress.batch, progress.figures
+    VERSION.record(progress.policy_version)
+    REWARD.record(batch.reward_mean, statistic="mean")
+    REWARD.record(batch.reward_std, statistic="std")
+    TRAINED.record(batch.trajectories, what="trajectories")
+    TRAINED.record(batch.tokens, what="tokens")
+    TRAINED.record(batch.zero_variance_groups, what="groups_without_variance")
+    for name, value in facts.figures.items():
+        figure, _, of = name.partition("/")
+        if figure == "seconds":
+            PART_TIME.record(value, part=of)
+        else:
+            FIGURE.record(value, figure=figure, of=of or "all")

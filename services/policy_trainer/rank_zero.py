@@ -7,6 +7,7 @@ this one.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.rpc.progress import REDIS
 from paceline.streams import Ledger, RedisStream, connect, run_key
-from paceline.telemetry import extract, get_logger, span
+from paceline.telemetry import extract, get_logger, link_current, span
 from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
 from policy_trainer.batches.batcher import Batcher
@@ -37,7 +38,9 @@ from policy_trainer.messages import (
 from policy_trainer.metrics import (
     CHECKPOINTS_DAMAGED,
     NOT_FINITE,
+    PART_TIME,
     VERSIONS_TAKEN,
+    record_step,
 )
 from policy_trainer.publish import Publication, make_publication, merged, pull_served, push
 
@@ -176,26 +179,24 @@ class RankZero:
             step=progress.step,
             policy_version=progress.policy_version,
             reward=round(progress.batch.reward_mean, 4),
-            loss=round(progress.figures.loss, 6),
-            grad_norm=round(progress.figures.grad_norm, 4),
-            entropy=round(progress.figures.entropy, 4),
-            behavior_gap=round(progress.figures.behavior_gap, 6),
-            clip_fraction=round(progress.figures.clip_fraction, 4),
             **{name: round(value, 6) for name, value in progress.figures.figures.items()},
             train_s=round(progress.figures.train_s, 3),
             trajectories=progress.batch.trajectories,
             zero_variance_groups=progress.batch.zero_variance_groups,
         )
+        record_step(progress)
         if skipped := progress.figures.skipped_updates:
             NOT_FINITE.record(skipped, what="update")
             _log.error("updates_skipped", step=progress.step, updates=skipped)
 
     async def _collect(self, command: Train, wanted: Wanted) -> Collected:
         with span(
-            "policy.read_groups", parent=extract(command.sender.carrier), step=wanted.step
+            "policy.batch_wait", parent=extract(command.sender.carrier), step=wanted.step
         ) as current:
+            began = time.perf_counter()
             batch = await self._batcher.collect(wanted)
-            collected = collected_of(batch)
+            link_current(batch.links)
+            collected = collected_of(batch, waited_s=time.perf_counter() - began)
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
             count_batch(batch)
@@ -205,13 +206,14 @@ class RankZero:
 
     async def _push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
         with span(
-            "policy.push", parent=extract(command.sender.carrier), step=progress.step
+            "policy.publish", parent=extract(command.sender.carrier), step=progress.step
         ) as current:
             publication = make_publication(
                 progress.policy_version, weights, self._config.publish_dtype
             )
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
+            PART_TIME.record(report.push_s, part="publish")
         if report.replaced:
             _log.warning("version_replaced", version=progress.policy_version)
 

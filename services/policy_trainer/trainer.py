@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ from policy_trainer.batches.collected import Collected
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.messages import Batched, BatchFacts, Progress, Started, Train
+from policy_trainer.metrics import PART_TIME
 from policy_trainer.rank_zero import RankZero
 
 _PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
@@ -191,6 +193,9 @@ class PolicyTrainer:
             else nullcontext()
         ):
             figures = self.learner.step(batch, self.progress.policy_version)
+        if collected:
+            waited = {"seconds/batch_wait": collected.waited_s}
+            figures = dataclasses.replace(figures, figures={**figures.figures, **waited})
 
         facts = collected.facts if collected else BatchFacts()  # only rank 0 is asked for them
         self.progress = dataclasses.replace(
@@ -210,9 +215,12 @@ class PolicyTrainer:
 
     def _save(self, command_id: int = 0) -> None:
         """Begins a checkpoint, written while the ranks go on; command 0 is the interval."""
-        self._settle()
-        state = {"learner": self.learner.state(), "progress": to_object(self.progress)}
-        self._writer.write(state, self.progress.policy_version, self._writing)
+        started = time.perf_counter()
+        with span("policy.checkpoint", version=self.progress.policy_version):
+            self._settle()
+            state = {"learner": self.learner.state(), "progress": to_object(self.progress)}
+            self._writer.write(state, self.progress.policy_version, self._writing)
+        PART_TIME.record(time.perf_counter() - started, part="checkpoint")
         self._begun = self.progress.policy_version
         self._unreported = (command_id, self.progress)
 

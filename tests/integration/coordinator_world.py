@@ -309,7 +309,7 @@ class Policy(PolicyServiceServicer):
         batch = policy_pb2.BatchReady(trajectories=4, tokens=40, staleness={"0": 3, "1": 1})
         yield policy_pb2.TrainStepResponse(batch=batch)
         stepped = policy_pb2.PolicyStepped(
-            policy_version=version, loss=0.5, reward_mean=0.25, world_size=2
+            policy_version=version, figures={"loss": 0.5}, reward_mean=0.25, world_size=2
         )
         self.script.trained_from[step] = request.policy_version
         await self.script.told()

@@ -66,7 +66,7 @@ class BatchReady(_message.Message):
     def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PolicyStepped(_message.Message):
-    __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash", "skipped_updates", "clip_fraction", "figures")
+    __slots__ = ("policy_version", "reward_mean", "reward_std", "train_s", "world_size", "batch_hash", "skipped_updates", "figures")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -75,32 +75,22 @@ class PolicyStepped(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
-    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
     REWARD_STD_FIELD_NUMBER: _ClassVar[int]
-    ENTROPY_FIELD_NUMBER: _ClassVar[int]
-    BEHAVIOR_GAP_FIELD_NUMBER: _ClassVar[int]
     TRAIN_S_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BATCH_HASH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_UPDATES_FIELD_NUMBER: _ClassVar[int]
-    CLIP_FRACTION_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
-    loss: float
-    grad_norm: float
     reward_mean: float
     reward_std: float
-    entropy: float
-    behavior_gap: float
     train_s: float
     world_size: int
     batch_hash: str
     skipped_updates: int
-    clip_fraction: float
     figures: _containers.ScalarMap[str, float]
-    def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ..., clip_fraction: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, policy_version: _Optional[int] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class PolicyPrepared(_message.Message):
     __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash", "replaced")

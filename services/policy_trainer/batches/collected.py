@@ -27,9 +27,10 @@ class Collected:
     tensors: TrainBatch
     facts: BatchFacts
     links: tuple[str, ...]  # traceparents of the sessions in it
+    waited_s: float = 0.0  # until its groups were closed
 
 
-def collected_of(batch: Batch) -> Collected:
+def collected_of(batch: Batch, waited_s: float = 0.0) -> Collected:
     """The batch as tensors and in figures."""
     trajectories = batch.trajectories
     tensors = make_batch(trajectories, batch.record.policy_version)
@@ -45,7 +46,7 @@ def collected_of(batch: Batch) -> Collected:
         reward_std=std,
         batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
     )
-    return Collected(batch.record, tensors, facts, batch.links)
+    return Collected(batch.record, tensors, facts, batch.links, waited_s)
 
 
 def count_batch(batch: Batch) -> None:

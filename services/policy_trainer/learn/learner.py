@@ -32,9 +32,8 @@ from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from policy_trainer.learn.model import PolicyModel
 from policy_trainer.learn.objective import PolicyObjective
 from policy_trainer.learn.parallel import gather_full, scatter_full
+from policy_trainer.learn.parts import StepParts
 from policy_trainer.messages import StepFacts
-
-_NAMED = {"entropy", "behavior_gap", "clip_fraction"}  # fields of StepFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,7 @@ class Learner:
         self.algorithm: Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
         self.packer = Packer(config, mesh)
+        self.parts = StepParts()
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Told of each micro-batch of this rank before it is trained on."""
@@ -91,15 +91,14 @@ class Learner:
                 losses.append(loss)
                 norms.append(norm)
                 if self.critic is not None:
-                    values = known.values
-                    norms.append(self.critic.update(batch, part, values, returns, figures))
+                    with self.parts.part("critic"):
+                        old = known.values
+                        norms.append(self.critic.update(batch, part, old, returns, figures))
 
-        found = figures.reduced()
+        means = {"loss": _mean(losses), "grad_norm": _mean(norms[:1])}
+        finite = {name: value for name, value in means.items() if value is not None}
         return StepFacts(
-            loss=_mean(losses),
-            grad_norm=_mean(norms[:1]),
-            **{name: found.pop(name, 0.0) for name in _NAMED},
-            figures=found,
+            figures={**figures.reduced(), **finite, **self.parts.taken()},
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
             skipped_updates=sum(not math.isfinite(norm) for norm in norms),
@@ -111,9 +110,16 @@ class Learner:
         """What passes without gradient tell, advantages, and returns for the critic."""
         needs = self.algorithm.needs()
         nothing = torch.zeros(len(batch.owners))
-        proximal = self._look(batch, self.model, figures) if needs.proximal else None
-        reference = self._look(batch, self.reference) if self.reference else nothing
-        values = self._look(batch, self.critic.model) if self.critic else nothing
+        proximal, reference, values = None, nothing, nothing
+        if needs.proximal:
+            with self.parts.part("proximal_logprobs"):
+                proximal = self._look(batch, self.model, figures)
+        if self.reference:
+            with self.parts.part("reference_logprobs"):
+                reference = self._look(batch, self.reference)
+        if self.critic:
+            with self.parts.part("values"):
+                values = self._look(batch, self.critic.model)
         penalties = nothing
         kl = self.config.algorithm.kl
         if kl.coefficient and kl.place == "reward" and proximal is not None:
@@ -157,8 +163,11 @@ class Learner:
             self._measure_still(batch, part.members & ~moving, figures)
         if not (moving & part.members)[batch.owners].any():
             return 0.0, 0.0
-        loss = self._accumulate(batch, replace(part, members=part.members & moving), known, figures)
-        return loss, self._move(loss)
+        moved = replace(part, members=part.members & moving)
+        with self.parts.part("forward_backward"):
+            loss = self._accumulate(batch, moved, known, figures)
+        with self.parts.part("optimizer"):
+            return loss, self._move(loss)
 
     def _moving(self, batch: TrainBatch, advantages: Float[Tensor, " T"]) -> Bool[Tensor, " B"]:
         """Trajectories whose tokens carry gradient."""
@@ -272,7 +281,7 @@ class Learner:
             self.critic.load_state(state["critic"])
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Of the finite ones; 0 without any."""
+def _mean(values: Sequence[float]) -> float | None:
+    """Of the finite ones, if there are any."""
     finite = [value for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else 0.0
+    return statistics.fmean(finite) if finite else None

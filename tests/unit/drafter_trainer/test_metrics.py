@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from drafter_trainer import messages as m
 from drafter_trainer import metrics
 from drafter_trainer.learn.learner import MicroResult
-
-
-def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[Any, ...], Any]:
-    """Label values in the order of their names -> value."""
-    data = reader.get_metrics_data()
-    assert data is not None
-    (scope,) = data.resource_metrics[0].scope_metrics
-    (metric,) = [one for one in scope.metrics if one.name == f"paceline.drafter.{name}"]
-    declared = getattr(metrics, name.upper())
-    for point in metric.data.data_points:
-        assert set(point.attributes or {}) == set(declared.labels)
-    return {
-        tuple(value for _, value in sorted((point.attributes or {}).items())): getattr(
-            point, "value", None
-        )
-        or getattr(point, "sum", 0)
-        for point in metric.data.data_points
-    }
 
 
 def test_acceptance_is_told_by_position_bucket_role_and_temperature(
@@ -47,15 +28,18 @@ def test_acceptance_is_told_by_position_bucket_role_and_temperature(
     )
     metrics.record_decision(decision)
     metrics.record_decision(m.Judged(1, "frozen", "eagle", 2))
-    assert points(metric_reader, "decisions") == {("kept", "eagle"): 1, ("frozen", "eagle"): 1}
-    assert points(metric_reader, "judged_policy_version") == {("eagle",): 7}
-    assert points(metric_reader, "survival")["eagle", 2, "candidate", 0.5] == 0.25
-    conditional = points(metric_reader, "conditional_acceptance")
+    assert points(metric_reader, metrics, "decisions") == {
+        ("kept", "eagle"): 1,
+        ("frozen", "eagle"): 1,
+    }
+    assert points(metric_reader, metrics, "judged_policy_version") == {("eagle",): 7}
+    assert points(metric_reader, metrics, "survival")["eagle", 2, "candidate", 0.5] == 0.25
+    conditional = points(metric_reader, metrics, "conditional_acceptance")
     assert (conditional["eagle", 1, "serving", 0.5], conditional["eagle", 2, "candidate", 0.5]) == (
         0.5,
         0.5,
     )
-    assert points(metric_reader, "accept_length") == {
+    assert points(metric_reader, metrics, "accept_length") == {
         ("all", "eagle", "candidate", 0.5): 1.75,
         ("all", "eagle", "serving", 0.5): 1.5,
         ("early", "eagle", "candidate", 0.5): 2.0,
@@ -67,10 +51,13 @@ def test_loss_terms_samples_and_slot_seconds_are_counted(
 ) -> None:
     for _ in range(2):
         metrics.record_micro_step("lstm", MicroResult(0.75, 40, True, {"token": 0.5}), samples=3)
-    assert points(metric_reader, "samples") == {("lstm",): 6}
-    assert points(metric_reader, "positions") == {("lstm",): 80}
-    assert points(metric_reader, "loss") == {("lstm", "total"): 0.75, ("lstm", "token"): 0.5}
+    assert points(metric_reader, metrics, "samples") == {("lstm",): 6}
+    assert points(metric_reader, metrics, "positions") == {("lstm",): 80}
+    assert points(metric_reader, metrics, "loss") == {
+        ("lstm", "total"): 0.75,
+        ("lstm", "token"): 0.5,
+    }
     metrics.SLOT_TIME.record(3.0)
     metrics.PREEMPTION_LATENCY.record(0.25)
-    assert points(metric_reader, "slot_time") == {(): 3.0}
-    assert points(metric_reader, "preemption_latency") == {(): 0.25}
+    assert points(metric_reader, metrics, "slot_time") == {(): 3.0}
+    assert points(metric_reader, metrics, "preemption_latency") == {(): 0.25}

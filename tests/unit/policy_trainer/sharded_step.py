@@ -112,6 +112,7 @@ def main(model: Path, out: Path, broken: int) -> None:
     dist.destroy_process_group()
 
 
+COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "behavior_gap")
 MODES: dict[str, dict[str, object]] = {
     "grpo": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01},
     "gspo": {"mini_batches": 2, "passes": 2},
@@ -146,7 +147,7 @@ def five_steps(model: Path, out: Path, *, saving: bool = False) -> None:
             rewards = torch.randn(24, generator=torch.Generator().manual_seed(step)).tolist()
             made = [replace(t, reward=r) for t, r in zip(trajectories(), rewards, strict=True)]
             facts = learner.step(make_batch(made, 4), step)
-            losses += [facts.loss, facts.entropy, facts.clip_fraction, facts.behavior_gap]
+            losses += [facts.figures[one] for one in COMPARED]
         weights = learner.weights()
         whole |= {f"{name}.{key}": value for key, value in weights.items()}
         whole[f"{name}.losses"] = torch.tensor(losses, dtype=torch.float64)

@@ -229,7 +229,7 @@ def write_spans(directory: Path, sessions: int = 100) -> None:
     links = [4000 + i for i in range(1, sessions + 1)]
     policy += [
         span(
-            "policy.read_groups",
+            "policy.batch_wait",
             "policy_trainer",
             5000,
             1500,

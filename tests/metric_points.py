@@ -1,0 +1,30 @@
+"""Reads back what a service's instruments have recorded."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from paceline.telemetry.metrics import Metric
+
+
+def points(
+    reader: InMemoryMetricReader, declared: ModuleType, name: str
+) -> dict[tuple[Any, ...], Any]:
+    """Label values, in the order of the labels' names -> value or sum, of the metric that the
+    module declares under `name` in capitals.
+    """
+    wanted: Metric = getattr(declared, name.upper())
+    data = reader.get_metrics_data()
+    assert data is not None
+    (scope,) = data.resource_metrics[0].scope_metrics
+    (metric,) = [one for one in scope.metrics if one.name == wanted.name]
+    found = {}
+    for point in metric.data.data_points:
+        labels: dict[str, Any] = dict(point.attributes or {})
+        assert set(labels) == set(wanted.labels)
+        said = getattr(point, "value", None) or getattr(point, "sum", 0)
+        found[tuple(value for _, value in sorted(labels.items()))] = said
+    return found
