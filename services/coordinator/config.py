@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from coordinator.machine.settings import CommitMode, Placement, RunSettings, Schedule
+from coordinator.trackers import TrackerName, check_trackers
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 
@@ -141,6 +142,10 @@ class CoordinatorConfig(ServiceConfig):
     """Seconds after which a group is trained without the siblings that are missing."""
     service_recovery_s: float = Field(default=120.0, gt=0)
     """Seconds that a service may be away before the run fails."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Experiment trackers that are told of every step: tensorboard, wandb, trackio, each to be
+    installed (pip install tensorboardX, wandb, trackio).
+    """
     stall_alarm_s: float = Field(default=30.0, ge=0)
     """Seconds without progress, while work remains, after which console, log and a metric say who
     waits for whom; 0: never.
@@ -168,6 +173,7 @@ class CoordinatorConfig(ServiceConfig):
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
+        check_trackers(self.trackers)
         self._check_tracks()
         if not self.heldout_path:
             return

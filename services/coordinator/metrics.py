@@ -50,6 +50,12 @@ EVALUATION = Gauge(
     ("kind",),
     "last value on held-out tasks; kind: accuracy, or probe, an acceptance length",
 )
+POINTS_DROPPED = Counter(
+    "paceline.coordinator.points_dropped",
+    "{step}",
+    ("tracker",),
+    "steps that a slow tracker was not told of",
+)
 
 
 def record_step(record: StepRecord) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from coordinator.calls import traffic
 from coordinator.calls.base import Calls
@@ -26,6 +27,7 @@ from coordinator.machine.step import step
 from coordinator.metrics import EVALUATION, record_step
 from coordinator.stall import StallWatch
 from coordinator.step_span import StepSpans
+from coordinator.trackers import Tracking
 from coordinator.transitions import Publish, Transitions
 from paceline.errors import FailedPrecondition
 from paceline.telemetry import get_logger
@@ -70,6 +72,7 @@ class Runner:
         self._executor = Executor(self._calls, emit)
         self.stall = StallWatch(self._calls)
         self._spans = StepSpans()
+        self._tracking = Tracking(config.trackers, config.run.id, Path(config.run.dir))
         self._log = get_logger("coordinator")
 
     def now(self) -> float:
@@ -123,6 +126,7 @@ class Runner:
             await until_gone(beside, CLOSE_S)
             await self._executor.close()
             self._spans.end()
+            await asyncio.to_thread(self._tracking.close)
 
     def _beside_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (defect := task.exception()) is not None:
@@ -150,7 +154,9 @@ class Runner:
         for one in await self.transitions.apply(*happened):
             self.stall.observe(one.event, one.after)
             if isinstance(one.event, events.EvaluationDone) and one.event.value is not None:
-                EVALUATION.record(one.event.value, kind=one.event.kind.value)
+                kind, value = one.event.kind.value, one.event.value
+                EVALUATION.record(value, kind=kind)
+                self._tracking.evaluated(one.after.step, kind, value)
             asked = self._asked.get(id(one.event))
             if asked is not None and not asked.done():
                 asked.set_result(one.before)
@@ -168,6 +174,7 @@ class Runner:
             case commands.CloseStep(number):
                 self._spans.end(number)
                 record_step(self.transitions.records.finished[-1])
+                self._tracking.step(self.transitions.records.finished[-1])
             case commands.Refuse(event, seen, current):
                 self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case commands.FinishRun():

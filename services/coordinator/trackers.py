@@ -1,0 +1,189 @@
+"""Hands the figures of steps to experiment trackers, in a thread that nothing waits for.
+
+What a run tells is what its record of a step holds (StepRecord), under the same names.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol
+
+from coordinator.metrics import POINTS_DROPPED
+from paceline.errors import ConfigError
+from paceline.telemetry import get_logger
+from paceline.v1.coordinator_pb2 import StepRecord
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+PROJECT = "paceline"
+WAITING = 1024
+"""Steps that wait for a slow tracker; further ones are dropped and counted."""
+CLOSE_S = 20.0
+"""What a tracker may take at the end of a run."""
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+_log = get_logger(__name__)
+
+
+class Tracker(Protocol):
+    """Where figures go. It is made and used in one thread."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Of one RL step."""
+
+    def close(self) -> None:
+        """Writes what is still held."""
+
+
+class TensorBoard:
+    """Event files in <run.dir>/tensorboard; each start of the run has a file of its own."""
+
+    def __init__(self, run_id: str, run_dir: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        # The name alone has seconds: a second start within one would empty the first one's file.
+        own = f".{time.time_ns()}"
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), filename_suffix=own)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """A scalar each, on disk at once."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of project paceline under the run's id, gone on with where it exists; files in
+    <run.dir>/wandb. WANDB_MODE=offline sends nothing.
+    """
+
+    def __init__(self, run_id: str, run_dir: Path) -> None:
+        import wandb
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=PROJECT, id=run_id, name=run_id, resume="allow", dir=str(run_dir)
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Figures of an earlier step than the last are left out by wandb, which says so."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Ends the upload."""
+        self._run.finish()
+
+
+class Trackio:
+    """A run of project paceline under the run's id, in trackio's directory (TRACKIO_DIR)."""
+
+    def __init__(self, run_id: str, run_dir: Path) -> None:
+        import trackio
+
+        self._run = trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """All of a step."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Ends the run's thread."""
+        self._run.finish()
+
+
+Make = Callable[[str, Path], Tracker]
+Points = queue.Queue[tuple[int, dict[str, float]] | None]
+"""Steps and their figures; None is the end."""
+TRACKERS: dict[str, Make] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError for one that is not installed."""
+    for name in names:
+        if find_spec(_PACKAGES[name]) is None:
+            raise ConfigError(
+                f"coordinator.trackers: not installed; pip install {_PACKAGES[name]}",
+                seen=name,
+                allowed=[one for one, package in _PACKAGES.items() if find_spec(package)],
+            )
+
+
+class Tracking:
+    """The trackers of a run. One that fails is logged and left out; the run goes on."""
+
+    def __init__(self, names: Sequence[str], run_id: str, run_dir: Path) -> None:
+        self._run_id, self._run_dir = run_id, run_dir
+        self._queues: dict[str, Points] = {name: queue.Queue(WAITING) for name in names}
+        self._threads = [
+            threading.Thread(target=self._follow, args=(name,), name=f"tracker {name}", daemon=True)
+            for name in names
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """A step that is over."""
+        if self._queues:
+            self._put(record.step, figures_of(record))
+
+    def evaluated(self, step: int, kind: str, value: float) -> None:
+        """An evaluation after so many steps."""
+        self._put(step, {f"evaluation/{kind}": value})
+
+    def close(self) -> None:
+        """Waits until all is written, CLOSE_S at most."""
+        for waiting in self._queues.values():
+            try:
+                waiting.put(None, timeout=CLOSE_S)
+            except queue.Full:
+                continue  # its thread is a daemon
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+            if thread.is_alive():
+                _log.warning("tracker_unfinished", thread=thread.name, after_s=CLOSE_S)
+
+    def _put(self, step: int, figures: dict[str, float]) -> None:
+        for name, waiting in self._queues.items():
+            try:
+                waiting.put_nowait((step, figures))
+            except queue.Full:
+                POINTS_DROPPED.record(tracker=name)
+
+    def _follow(self, name: str) -> None:
+        try:
+            tracker = TRACKERS[name](self._run_id, self._run_dir)
+            while (told := self._queues[name].get()) is not None:
+                tracker.log(*told)
+            tracker.close()
+        except Exception as error:  # noqa: BLE001
+            # A tracker's libraries raise what they like; none of it is worth a run.
+            _log.exception("tracker_failed", tracker=name, error=str(error))
+
+
+def figures_of(record: StepRecord) -> dict[str, float]:
+    """Numbers of a record by name: the step's own, `policy/...`, `slot_s/...`."""
+    figures = {
+        "reward": record.reward_mean,
+        "step_s": record.step_s,
+        "rollout_s": record.rollout_s,
+        "policy_s": record.policy_s,
+        "preempt_wait_s": record.preempt_wait_s,
+        "response_tokens": float(record.response_tokens),
+        "accept_length": record.accept_length,
+        "drafter_steps": float(record.drafter_steps),
+        "policy_version": float(record.versions.policy),
+        "drafter_version": float(record.versions.drafter),
+    }
+    figures |= {f"policy/{name}": value for name, value in sorted(record.policy.items())}
+    return figures | {f"slot_s/{use}": value for use, value in sorted(record.slot_s.items())}

@@ -1,0 +1,109 @@
+"""What experiment trackers are told of a run."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metric_points import points
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from coordinator import metrics, trackers
+from coordinator.trackers import Tracking, check_trackers
+from paceline.errors import ConfigError
+from paceline.v1.coordinator_pb2 import StepRecord
+
+RECORD = StepRecord(step=3, reward_mean=0.5, step_s=2.5, policy={"loss": 0.25, "entropy/x": 1.5})
+
+
+def scalars(directory: Path) -> dict[tuple[str, int], float]:
+    """Those of TensorBoard's event files, read by the format of its records: length, its checksum,
+    a message, its checksum.
+    """
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = {}
+    for file in directory.iterdir():
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            found |= {(one.tag, event.step): one.simple_value for one in event.summary.value}
+    return found
+
+
+def test_tensorboard_gets_every_figure_of_a_step_and_of_evaluations(tmp_path: Path) -> None:
+    tracking = Tracking(["tensorboard"], "r", tmp_path)
+    tracking.step(RECORD)
+    tracking.evaluated(4, "accuracy", 0.75)
+    tracking.close()
+    read = scalars(tmp_path / "tensorboard")
+    assert read["reward", 3] == 0.5
+    assert read["step_s", 3] == 2.5
+    assert read["policy/loss", 3] == 0.25
+    assert read["policy/entropy/x", 3] == 1.5
+    assert read["evaluation/accuracy", 4] == 0.75
+    Tracking(["tensorboard"], "r", tmp_path).close()
+    assert scalars(tmp_path / "tensorboard") == read, "a run that is taken up again keeps them"
+
+
+def test_wandb_writes_offline_what_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracking = Tracking(["wandb"], "r", tmp_path)
+    tracking.step(RECORD)
+    tracking.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-r.wandb")
+    assert b"policy/loss" in file.read_bytes()
+
+
+def test_trackio_keeps_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio")
+    tracking = Tracking(["trackio"], "r", tmp_path)
+    tracking.step(RECORD)
+    tracking.close()
+    assert any(b"policy/loss" in one.read_bytes() for one in tmp_path.iterdir() if one.is_file())
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "wandb" else name)
+    check_trackers(["tensorboard", "trackio"])
+    with pytest.raises(ConfigError, match=r"pip install wandb; seen: wandb; allowed: .*trackio"):
+        check_trackers(["tensorboard", "wandb"])
+
+
+class Stuck:
+    """Takes nothing until it is let go."""
+
+    let_go = threading.Event()
+
+    def __init__(self, run_id: str, run_dir: Path) -> None:
+        self.let_go.wait(60)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        raise OSError("no room")
+
+    def close(self) -> None:
+        raise AssertionError("it has failed before")
+
+
+def test_a_slow_tracker_loses_steps_which_are_counted_and_a_broken_one_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric_reader: InMemoryMetricReader
+) -> None:
+    made: dict[str, Any] = {"stuck": Stuck}
+    monkeypatch.setattr(trackers, "TRACKERS", made)
+    monkeypatch.setattr(trackers, "WAITING", 4)
+    tracking = Tracking(["stuck"], "r", tmp_path)
+    for step in range(7):
+        tracking.evaluated(step, "accuracy", 0.5)
+    assert points(metric_reader, metrics, "points_dropped") == {("stuck",): 3}
+    Stuck.let_go.set()
+    tracking.close()
