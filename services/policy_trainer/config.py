@@ -60,7 +60,7 @@ class PolicyTrainerConfig(ServiceConfig):
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     checkpoint_keep: int = Field(default=2, ge=1)
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; beside them the one with the best held-out accuracy (best.json)."""
     checkpoint_keep_every: int = Field(default=0, ge=0)
     """Also keep checkpoints whose version is a multiple of this; 0 keeps none of them."""
     ledger_keep: int = Field(default=16, ge=0)

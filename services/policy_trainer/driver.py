@@ -17,6 +17,9 @@ from paceline.telemetry import get_logger
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
     MESSAGES,
+    Command,
+    Keep,
+    Kept,
     Message,
     News,
     Progress,
@@ -60,13 +63,13 @@ class PolicyDriver:
         """Whether a command is running."""
         return self._turn.locked()
 
-    async def run(self, command: Train | Save, deadline_s: float) -> AsyncIterator[News]:
+    async def run(self, command: Command, deadline_s: float) -> AsyncIterator[News]:
         """Sends a command and yields its news up to the last.
 
         Raises what WatchedRanks.run raises; ranks that stay silent are killed, because nobody knows
         where they are.
         """
-        last = Pushed if isinstance(command, Train) else Saved
+        last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
             try:
@@ -79,6 +82,11 @@ class PolicyDriver:
     async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint and waits for it."""
         return [one async for one in self.run(Save(), deadline_s) if isinstance(one, Saved)][-1]
+
+    async def keep(self, evaluation: float, deadline_s: float) -> Kept:
+        """Tells what the weights are worth, and waits for the checkpoint of the best ones."""
+        told = self.run(Keep(evaluation), deadline_s)
+        return [one async for one in told if isinstance(one, Kept)][-1]
 
     async def _started(self) -> None:
         _log.info(

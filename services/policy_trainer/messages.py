@@ -40,6 +40,14 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Write a checkpoint and keep it, if no evaluation was better; answered by Kept."""
+
+    evaluation: float
+    command_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BatchFacts:
     """What a batch consists of."""
 
@@ -112,6 +120,16 @@ class Pushed:
     replaced: bool = False  # other bits of it were at the gateway and did not serve yet
 
 
-News = Batched | Stepped | Pushed | Saved
-Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed | Impaired | Doing
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The best checkpoint, on disk."""
+
+    command_id: int
+    path: str
+    version: int
+
+
+Command = Train | Save | Keep
+News = Batched | Stepped | Pushed | Saved | Kept
+Message = Command | News | Started | Failed | Impaired | Doing
 MESSAGES = TaggedJson[Message](*get_args(Message))

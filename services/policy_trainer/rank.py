@@ -10,11 +10,10 @@ import torch.distributed as dist
 from paceline import telemetry
 from paceline.errors import InternalError
 from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Save
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.parallel import form_mesh
-from policy_trainer.messages import MESSAGES, Train
+from policy_trainer.messages import MESSAGES, Command
 from policy_trainer.rank_zero import RankZero
 from policy_trainer.trainer import PolicyTrainer
 
@@ -45,7 +44,7 @@ def run(trainer: PolicyTrainer, link: RankLink) -> None:
         if data is None:
             continue
         command = MESSAGES.decode(data)
-        if not isinstance(command, Train | Save):
+        if not isinstance(command, Command):
             raise InternalError("a rank takes commands only", seen=type(command).__name__)
         trainer.handle(command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from paceline.v1.trajectory_pb2 import CommandContext
 from policy_trainer.algorithms import check_algorithm
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.driver import PolicyDriver
-from policy_trainer.messages import Batched, News, Progress, Pushed, Sender, Stepped, Train
+from policy_trainer.messages import Batched, Kept, News, Progress, Pushed, Sender, Stepped, Train
 
 SERVICE_NAME = "paceline.v1.PolicyService"
 STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30
@@ -62,9 +63,18 @@ class PolicyServicer(PolicyServiceServicer):
     async def SavePolicyCheckpoint(
         self, request: pb.SavePolicyCheckpointRequest, context: Any
     ) -> pb.SavePolicyCheckpointResponse:
-        """Writes a checkpoint now."""
+        """Writes a checkpoint now, or if the evaluation is the best one. Raises InvalidInput for an
+        evaluation that is no number.
+        """
         self._sender(request.context)
-        saved = await self._ranks.save(self._config.step_deadline_s)
+        deadline_s = self._config.step_deadline_s
+        saved: Saved | Kept
+        if request.HasField("evaluation"):
+            if not math.isfinite(request.evaluation):
+                raise InvalidInput("an evaluation is a number", seen=request.evaluation)
+            saved = await self._ranks.keep(request.evaluation, deadline_s)
+        else:
+            saved = await self._ranks.save(deadline_s)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
     async def GetPolicyStatus(
@@ -142,7 +152,7 @@ def _response(news: News) -> pb.TrainStepResponse:
         case Pushed():
             prepared = pb.PolicyPrepared(**shared_fields(news, pb.PolicyPrepared))
             return pb.TrainStepResponse(prepared=prepared)
-        case Saved():
+        case Saved() | Kept():
             raise InvalidInput("a checkpoint is no news of a step")
 
 

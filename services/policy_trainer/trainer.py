@@ -27,9 +27,19 @@ from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero, tensors_from_rank_zero
 from policy_trainer.batches.batch import TrainBatch
 from policy_trainer.batches.collected import Collected
+from policy_trainer.best import Best, read_best, write_best
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
-from policy_trainer.messages import Batched, BatchFacts, Progress, Started, Train
+from policy_trainer.messages import (
+    Batched,
+    BatchFacts,
+    Command,
+    Keep,
+    Kept,
+    Progress,
+    Started,
+    Train,
+)
 from policy_trainer.metrics import PART_TIME
 from policy_trainer.rank_zero import RankZero
 
@@ -65,6 +75,8 @@ class PolicyTrainer:
             keep=config.checkpoint_keep,
             keep_every=config.checkpoint_keep_every,
         )
+        best = read_best(config.checkpoints_dir)
+        self._writer.kept = best.policy_version if best else None
         self._begun = 0  # version of the last checkpoint that was begun, the same on all ranks
         self._unreported: tuple[int, Progress] | None = None  # the command it was begun for
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
@@ -97,7 +109,7 @@ class PolicyTrainer:
             for fault in self._damaged:
                 self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
 
-    def handle(self, command: Train | Save) -> None:
+    def handle(self, command: Command) -> None:
         """Runs a command; what fails on rank 0 between collectives is told to the parent and ends
         the command.
         """
@@ -107,6 +119,8 @@ class PolicyTrainer:
             case Save():
                 self._save(command.command_id)
                 self._settle()
+            case Keep():
+                self._keep_best(command)
 
     def settle_when_written(self) -> bool:
         """Reports the checkpoint that was being written, if it is done; True while it is not."""
@@ -223,6 +237,30 @@ class PolicyTrainer:
         PART_TIME.record(time.perf_counter() - started, part="checkpoint")
         self._begun = self.progress.policy_version
         self._unreported = (command_id, self.progress)
+
+    def _keep_best(self, command: Keep) -> None:
+        """Writes a checkpoint of these weights and keeps it, if none was evaluated better; of equal
+        ones the earlier stays.
+        """
+        directory, version = self.config.checkpoints_dir, self.progress.policy_version
+        best = read_best(directory)
+        if from_rank_zero(best is None or command.evaluation > best.evaluation):
+            if self._begun != version:
+                self._save()
+            self._settle()
+            if self.progress.checkpoint_version != version:
+                if self.zero:
+                    error = Unavailable("the best checkpoint was not written", seen=version)
+                    self.zero.failed(command.command_id, error)
+                return
+            best = Best(version, command.evaluation)
+            if dist.get_rank() == 0:
+                write_best(directory, best)
+        assert best is not None
+        self._writer.kept = best.policy_version
+        if self.zero:
+            path = self._writer.path(best.policy_version)
+            self.zero.tell(Kept(command.command_id, str(path), best.policy_version))
 
     def _settle(self) -> None:
         """Waits for the checkpoint that is being written; its groups are then acknowledged."""

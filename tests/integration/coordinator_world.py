@@ -106,6 +106,7 @@ class Script:
     one_version: bool = False  # nothing is rolled out while a set is committed
     rolling_out: set[int] = field(default_factory=set)  # steps
     drawn_at: dict[int, int] = field(default_factory=dict)  # by step, policy that began to serve it
+    evaluations: list[float] = field(default_factory=list)
     trained_from: dict[int, int] = field(default_factory=dict)  # by step, policy before it
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -321,6 +322,8 @@ class Policy(PolicyServiceServicer):
         )
 
     async def SavePolicyCheckpoint(self, request: Any, context: Any) -> Any:
+        if request.HasField("evaluation"):
+            self.script.evaluations.append(request.evaluation)
         return policy_pb2.SavePolicyCheckpointResponse(path="policy", policy_version=1)
 
 

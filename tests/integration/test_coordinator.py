@@ -72,7 +72,7 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with running_peers(script := Script(hold_step=0)) as peers:
-        config = config_of(overrides(peers, redis_url, tmp_path))
+        config = config_of(overrides(peers, redis_url, tmp_path, trackers='["tensorboard"]'))
         subscriber = FactSubscriber(config.addresses.events, config.run.id, _ignore_gap)
         monitor = subscriber._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         run = asyncio.create_task(run_to_end(config))
@@ -107,6 +107,10 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
     assert finished[-1].evaluations["accept_length_probe"] == 3.0
     assert dict(finished[-1].staleness) == {"0": 3, "1": 1}
     assert facts[-1].run_finished.failure == ""
+    assert script.evaluations == [0.0], "of the start policy there is no checkpoint"
+    (tracked,) = (tmp_path / "tensorboard").iterdir()
+    told = tracked.read_bytes()
+    assert all(name in told for name in (b"policy/loss", b"reward", b"evaluation/accuracy"))
 
 
 async def _ignore_gap(first: int, last: int) -> None:

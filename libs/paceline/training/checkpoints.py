@@ -56,6 +56,8 @@ class CheckpointWriter:
     ) -> None:
         self._directory, self._export, self._prefix = directory, export, prefix
         self._keep, self._keep_every = keep, keep_every
+        self.kept: int | None = None
+        """Number of one more checkpoint that stays."""
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         if dist.get_rank() == 0:
@@ -132,7 +134,7 @@ class CheckpointWriter:
         fresh.rename(final)
         sync_path(self._directory)
         for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
-            if not (self._keep_every and old % self._keep_every == 0):
+            if old != self.kept and not (self._keep_every and old % self._keep_every == 0):
                 shutil.rmtree(self.path(old))
 
 

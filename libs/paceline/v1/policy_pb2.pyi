@@ -107,10 +107,12 @@ class PolicyPrepared(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ..., lm_head_hash: _Optional[str] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
 class SavePolicyCheckpointRequest(_message.Message):
-    __slots__ = ("context",)
+    __slots__ = ("context", "evaluation")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ...) -> None: ...
+    evaluation: float
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., evaluation: _Optional[float] = ...) -> None: ...
 
 class SavePolicyCheckpointResponse(_message.Message):
     __slots__ = ("path", "policy_version")

@@ -47,3 +47,15 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
             calls.went_without(Service.DRAFTER_TRAINER, "close", error)
 
     calls.emit(events.CheckpointsSaved(calls.now(), command.epoch, paths))
+
+
+async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: float) -> None:
+    """Has the policy's checkpoint kept if none was evaluated better. A trainer that does not answer
+    misses it: the evaluation itself is not lost.
+    """
+    request = SavePolicyCheckpointRequest(context=calls.context(command), evaluation=evaluation)
+    try:
+        with rpc_errors():
+            await calls.peers.policy.SavePolicyCheckpoint(request, timeout=CHECKPOINT_DEADLINE_S)
+    except PacelineError as error:
+        get_logger("coordinator").warning("best checkpoint not kept", error=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
+from coordinator.calls.checkpoints import keep_if_best
 from coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
@@ -135,7 +136,14 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
                 case "sample":
                     samples.add(answer)
                 case "finished":
-                    calls.emit(_evaluation_done(calls, command, samples, answer))
+                    done = _evaluation_done(calls, command, samples, answer)
+                    if (
+                        command.kind is Evaluation.ACCURACY
+                        and command.step
+                        and done.value is not None
+                    ):
+                        await keep_if_best(calls, command, done.value)
+                    calls.emit(done)
 
 
 def _evaluation_done(

@@ -22,6 +22,7 @@ from paceline.config import OptimizerConfig, RunConfig
 from paceline.errors import ConfigError, DataLoss
 from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
+from paceline.training.checkpoints import checkpoint_numbers
 from paceline.trajectory import Trajectory
 from policy_trainer.algorithm_settings import (
     AlgorithmConfig,
@@ -34,13 +35,14 @@ from policy_trainer.algorithm_settings import (
     ReinforceConfig,
 )
 from policy_trainer.batches.batch import TrainBatch, make_batch
+from policy_trainer.best import Best, read_best
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.minibatches import mini_batches
 from policy_trainer.learn.model import policy_on_meta
-from policy_trainer.messages import BatchFacts, Progress
+from policy_trainer.messages import BatchFacts, Keep, Progress
 from policy_trainer.trainer import PolicyTrainer
 
 
@@ -389,3 +391,33 @@ def test_a_gradient_that_is_not_finite_is_not_taken_where_the_loss_is(
 def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         policy_on_meta(tmp_path)
+
+
+def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    config = PolicyTrainerConfig(
+        model=str(model_dir), run=RunConfig(dir=str(tmp_path)), checkpoint_keep=1
+    )
+    own = PolicyTrainer(config, learner(model_dir, mesh), None)
+
+    def numbers() -> list[int]:
+        return checkpoint_numbers(config.checkpoints_dir, "step-")
+
+    for version, evaluation in ((1, 0.25), (2, 0.75), (3, 0.5), (4, 0.75)):
+        own.progress = Progress(version, version - 1, 0, 0)
+        own.handle(Keep(evaluation))
+    assert read_best(config.checkpoints_dir) == Best(2, 0.75)
+    own.handle(Save(1))
+    assert numbers() == [2, 4]
+    again = PolicyTrainer(config, learner(model_dir, mesh), None)
+    again.resume()
+    assert again.progress.policy_version == 4, "a run goes on from the newest"
+    for version, evaluation in ((5, 0.5), (6, 1.0), (7, 0.0)):
+        again.progress = Progress(version, version - 1, 0, 0)
+        again.handle(Keep(evaluation))
+        again.handle(Save(1))
+    assert numbers() == [6, 7]
+    (config.checkpoints_dir / "best.json").write_text("{}")
+    with pytest.raises(DataLoss, match=r"best\.json does not say"):
+        PolicyTrainer(config, learner(model_dir, mesh), None)
