@@ -87,12 +87,12 @@ class PolicyTrainer:
         found = find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         self._damaged = found.damaged
         if found.checkpoint is not None:
-            state = read_checkpoint(found.checkpoint, {"learner": self.learner.state()})
             try:
+                state = read_checkpoint(found.checkpoint, {"learner": self.learner.state()})
                 self.learner.load_state(state["learner"])
                 self.progress = from_object(Progress, state["progress"])
             except (KeyError, DataLoss) as error:
-                message = f"{found.checkpoint} is of another trainer"
+                message = f"{found.checkpoint} is of another model or trainer"
                 raise DataLoss(message, seen=str(error)) from error
             self._begun = self.progress.policy_version
             self._completed(self.progress)

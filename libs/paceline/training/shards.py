@@ -72,7 +72,7 @@ def read_shards(files: Sequence[Path], tensors: Mapping[str, Tensor]) -> set[str
         for path in files:
             file = stack.enter_context(safe_open(path, framework="pt"))
             rows = json.loads(file.metadata()[ROWS])
-            for name in set(file.keys()) & tensors.keys():
+            for name in sorted(set(file.keys()) & tensors.keys()):
                 piece = (*rows.get(name, (0, None)), file.get_slice(name))
                 pieces.setdefault(name, []).append(piece)
         for name, found in pieces.items():

@@ -421,3 +421,16 @@ def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(
     (config.checkpoints_dir / "best.json").write_text("{}")
     with pytest.raises(DataLoss, match=r"best\.json does not say"):
         PolicyTrainer(config, learner(model_dir, mesh), None)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_tensor_and_both_shapes(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    trainer(learner(model_dir, mesh), model_dir, tmp_path).handle(Save(1))
+    wider = LlamaConfig.from_pretrained(model_dir, intermediate_size=40)
+    LlamaForCausalLM(wider).save_pretrained(tmp_path / "wider")
+    other = trainer(learner(tmp_path / "wider", mesh), tmp_path / "wider", tmp_path)
+    with pytest.raises(
+        DataLoss, match=r"step-0 is of another model.*mlp\.down.*\(16, 24\).*\(16, 40\)"
+    ):
+        other.resume()
