@@ -15,12 +15,12 @@ from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, span
 from policy_trainer.batches.groups import (
     Batch,
-    HeldTrajectory,
     Wanted,
     batch_of,
     close,
     is_complete,
 )
+from policy_trainer.batches.held import HeldGroups, HeldTrajectory
 from policy_trainer.batches.records import StepRecord
 
 GROUP, CONSUMER = "policy", "policy-0"
@@ -50,7 +50,7 @@ class Batcher:
         self._marks = marks
         self._max_staleness = max_staleness
         self._max_pending = max_pending
-        self._held: dict[str, HeldTrajectory] = {}  # by entry id, not yet in a batch
+        self._held = HeldGroups()  # not yet in a batch
         self._trained: set[str] = set()  # entry ids in batches that no checkpoint holds yet
         self.dead_letters = 0
 
@@ -69,7 +69,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wanted.deadline_s
-        while not is_complete(wanted, self._held.values()):
+        while not is_complete(wanted, self._held):
             remaining = end - loop.time()
             if remaining <= 0:
                 break
@@ -83,7 +83,7 @@ class Batcher:
                 for entry in entries:
                     await self._admit(entry)
 
-        return close(wanted, list(self._held.values()), self._max_staleness)
+        return close(wanted, self._held, self._max_staleness)
 
     def take(self, record: StepRecord) -> Batch:
         """The batch of a recorded step again. Raises DataLoss when an entry of it is gone."""
@@ -104,7 +104,7 @@ class Batcher:
         await self._acknowledge(record.dropped)
         self._trained.update(record.trained)
         for entry_id in record.trained:
-            self._held.pop(entry_id, None)
+            self._held.remove(entry_id)
 
     async def mark(self, record: StepRecord) -> None:
         """Writes down what the step trained; repeating it changes nothing."""
@@ -120,7 +120,7 @@ class Batcher:
         if entries:
             await self._stream.ack(GROUP, list(entries), delete=True)
         for entry_id in entries:
-            self._held.pop(entry_id, None)
+            self._held.remove(entry_id)
 
     async def _admit(self, entry: Entry) -> None:
         if entry.id in self._trained:  # delivered again
@@ -134,7 +134,7 @@ class Batcher:
         except DataLoss as error:
             await self._bury(entry, error)
         else:
-            self._held[entry.id] = held
+            self._held.add(held)
 
     async def _bury(self, entry: Entry, error: DataLoss) -> None:
         self.dead_letters += 1
