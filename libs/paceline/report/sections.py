@@ -22,6 +22,7 @@ from paceline.report.charts import (
     waterfall,
 )
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
+from paceline.report.mismatch import mismatch_sections
 from paceline.report.slots import SlotInterval
 from paceline.report.spans import Edge, SpanRecord
 from paceline.report.summary import Summary, ratio
@@ -63,6 +64,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
         ("Where a step's time went", "wall seconds of each step", _step_time(records)),
         ("What the slots did", "slot-seconds of each step by use", _slot_uses(records)),
         ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
+        *mismatch_sections(records),
     ]
 
 

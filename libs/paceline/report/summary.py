@@ -9,10 +9,12 @@ from typing import Any
 
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
+from paceline.report.mismatch import MISMATCH
 from paceline.report.slots import slot_seconds
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 from paceline.streams.journal_line import SlotUse
+from paceline.v1.coordinator_pb2 import StepRecord
 
 Summary = dict[str, Any]
 WINDOW = 10
@@ -68,6 +70,7 @@ def summarize(
         "trajectories_unpublished": dict(ledger.unpublished),
         "trajectories_open": ledger.open,
         "trajectories_lost": ledger.lost,
+        "mismatch_last": _mismatch(records[-WINDOW:]),
         "near_ties": sum(record.near_ties for record in records),
         "steps_with_near_ties": sum(record.near_ties > 0 for record in records),
         "pids": {
@@ -90,6 +93,13 @@ def mean(values: Sequence[float]) -> float | None:
 def ratio(part: float, whole: float) -> float | None:
     """part / whole; None when whole is 0."""
     return part / whole if whole else None
+
+
+def _mismatch(records: Sequence[StepRecord]) -> dict[str, float | None]:
+    """Means over the steps that measured a figure; None where none did."""
+    return {
+        name: mean([one.policy[name] for one in records if name in one.policy]) for name in MISMATCH
+    }
 
 
 def _ends(name: str, values: Sequence[tuple[int, float]]) -> Summary:

@@ -239,7 +239,7 @@ def write_spans(directory: Path, sessions: int = 100) -> None:
             links=links,
         ),
         span("policy.optimizer_step", "policy_trainer", 5001, 1520, 3600, parent=1),
-        span("policy.push", "policy_trainer", 5002, 3600, 3850, parent=1),
+        span("policy.publish", "policy_trainer", 5002, 3600, 3850, parent=1),
     ]
     drafter = [
         span("drafter.activate", "drafter_trainer", 6000, 1210, 1940, parent=1),

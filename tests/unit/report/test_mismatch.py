@@ -1,0 +1,53 @@
+"""The charts of the policy step against the records they draw."""
+
+from __future__ import annotations
+
+from paceline.report.journal import RunHistory
+from paceline.report.mismatch import mismatch_sections
+from paceline.report.spans import SpanReport
+from paceline.report.summary import summarize
+from paceline.streams import LedgerCount
+from paceline.v1.coordinator_pb2 import StepRecord
+
+
+def drawn(*policies: dict[str, float]) -> dict[str, str]:
+    records = [StepRecord(step=i, policy=policy) for i, policy in enumerate(policies)]
+    return {title: drawing for title, _, drawing in mismatch_sections(records)}
+
+
+def test_a_step_that_did_not_measure_the_gap_leaves_one_in_its_line() -> None:
+    chart = drawn({"behavior_gap": 0.1}, {"loss": 1.0}, {"behavior_gap": 0.3})
+    line = chart["Sampler against trainer"].split('class="line c0" d="')[1].split('"')[0]
+    assert line.count("M") == 2
+    assert "L" not in line
+
+
+def test_each_kind_of_token_has_its_line() -> None:
+    names = ["lag=0", "lag=10", "drafted", "plain"]
+    chart = drawn({f"behavior_gap/{name}": 0.1 for name in names})["Gap by kind of token"]
+    for name in names:
+        assert f"</i>{name}</span>" in chart
+
+
+def test_the_wait_for_the_batch_is_shown_beside_the_other_parts() -> None:
+    chart = drawn({"seconds/batch_wait": 2.0, "seconds/optimizer": 1.0})[
+        "Where the policy step's time went"
+    ]
+    assert "</i>batch wait</span>" in chart
+    assert "fill c0" in chart
+    assert "fill c3" in chart
+
+
+def test_a_run_without_figures_says_so() -> None:
+    assert all("nothing was measured" in drawing for drawing in drawn({}).values())
+
+
+def test_the_summary_means_over_the_steps_that_measured_and_has_none_without() -> None:
+    records = tuple(
+        StepRecord(step=i, policy=policy)
+        for i, policy in enumerate(({"behavior_gap": 0.1}, {}, {"behavior_gap": 0.3}))
+    )
+    history = RunHistory(records, {}, (), (), (), 5.0, 6.0, 0.0, 0, "finished")
+    summary = summarize("demo", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    assert summary["mismatch_last"]["behavior_gap"] == 0.2
+    assert summary["mismatch_last"]["behavior_k3"] is None
