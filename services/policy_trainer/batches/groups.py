@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from paceline.trajectory import Trajectory
-from policy_trainer.batches.held import Draw, HeldGroups, HeldSession, HeldTrajectory
+from policy_trainer.batches.held import HeldDraw, HeldGroups, HeldSession, HeldTrajectory
 from policy_trainer.batches.records import StepRecord
 
 LEAST_SIBLINGS = 2
@@ -100,7 +100,7 @@ class _Closing:
     dropped: dict[str, tuple[str, str]] = field(default_factory=dict)
     groups: Counter[str] = field(default_factory=Counter)
 
-    def take(self, draw: Draw, size: int) -> None:
+    def take(self, draw: HeldDraw, size: int) -> None:
         """Trains the usable sessions of a group if there are at least two and no token of the group
         is stale; else the group is dropped under a reason.
 

@@ -65,7 +65,7 @@ class HeldSession:
 
 
 @dataclass(slots=True)
-class Draw:
+class HeldDraw:
     """The sessions of a group that one step drew."""
 
     sessions: dict[str, HeldSession] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class HeldGroups:
 
     def __init__(self) -> None:
         self._entries: dict[str, HeldTrajectory] = {}
-        self._draws: dict[str, dict[int, Draw]] = {}  # by group, and the step that drew it
+        self._draws: dict[str, dict[int, HeldDraw]] = {}  # by group, and the step that drew it
         # (oldest version, group, step) of each trajectory: the next one to be given up first
         self._ages: list[tuple[int, str, int]] = []
 
@@ -102,7 +102,7 @@ class HeldGroups:
             return
         self._entries[held.entry_id] = held
         one = held.trajectory
-        draw = self._draws.setdefault(one.group_id, {}).setdefault(one.step, Draw())
+        draw = self._draws.setdefault(one.group_id, {}).setdefault(one.step, HeldDraw())
         session = draw.sessions.setdefault(one.key.session_id, HeldSession())
         before = bool(session.branches) and session.complete
         session.branches.append(held)
@@ -128,14 +128,14 @@ class HeldGroups:
         if not self._draws[one.group_id]:
             del self._draws[one.group_id]
 
-    def newest(self, group: str) -> Draw:
+    def newest(self, group: str) -> HeldDraw:
         """The newest draw of a group, of whose name agents may make use again; empty where nothing
         of it is here.
         """
         draws = self._draws.get(group)
-        return draws[max(draws)] if draws else Draw()
+        return draws[max(draws)] if draws else HeldDraw()
 
-    def aged(self, before_version: int, asked: Container[str]) -> Iterator[Draw]:
+    def aged(self, before_version: int, asked: Container[str]) -> Iterator[HeldDraw]:
         """Draws with a token older than that version, of groups that are not asked for. The caller
         removes them: they are named once.
         """

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.policy_trainer.batches.test_batcher import trajectory
 
-from policy_trainer.batches.held import Draw, HeldGroups, HeldTrajectory
+from policy_trainer.batches.held import HeldDraw, HeldGroups, HeldTrajectory
 
 GROUPS = ("a", "b")
 Made = list[tuple[str, int, int, int, int, int]]
@@ -30,7 +30,7 @@ def searched(here: list[HeldTrajectory]) -> dict[tuple[str, int], dict[str, list
     return found
 
 
-def ids(draw: Draw) -> dict[str, list[str]]:
+def ids(draw: HeldDraw) -> dict[str, list[str]]:
     return {name: [b.entry_id for b in one.branches] for name, one in draw.sessions.items()}
 
 
