@@ -41,5 +41,5 @@ async def test_a_new_algorithm_trains_a_step(
     await world.start(ranks=1, **{"algorithm.name": name})
     await world.append(0, 0)
     _, stepped, prepared = await world.step(0, 0)
-    assert stepped.grad_norm > 0
+    assert stepped.figures["grad_norm"] > 0
     assert prepared.policy_version == 1
