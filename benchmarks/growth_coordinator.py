@@ -82,6 +82,7 @@ class JournaledRun:
             "response_tokens": 64 * sessions,
             "rollout_s": 2.0612345,
             "accept_length": 2.5829596412556053,
+            "drafted_rounds": 223,
             "tokens_hash": "1828c856ee73f7f7",
             "length_quantiles": (20, 56, 231),
             "pulls": {arm: count * (self.state.step + 1) for arm, count in _PULLS.items()},

@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
+from coordinator.machine.rollout import bits
 from coordinator.machine.settings import RunSettings, Schedule
 from coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
 from coordinator.machine.step import LIVE, step
@@ -37,6 +39,8 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.PreemptDrafter,
     ),
 }
+_EQUAL = "equal"
+"""In what is said of a group whose rewards are."""
 NOT_CALLS = (
     *(commands.CloseStep, commands.AbortDrafter, commands.ResumeWorkers, commands.Refuse),
     *(commands.HandBack, commands.FinishRun),
@@ -257,15 +261,18 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
     match call.command:
         case commands.BeginStep(number):
             yield events.StepBegan(0.0, number), None
-        case commands.RunTasks(_, epoch):
+        case commands.RunTasks(_, epoch, _, _, places):
             for worker in range(len(state.workers)):
                 if worker not in call.said:
                     yield events.ShareDone(0.0, epoch, worker), worker
+            told = {place: _told(call, place, state) for place in bits(places)}
             if state.settings.schedule is Schedule.FULLY_ASYNC:
-                for group in range(state.settings.groups_per_step):
-                    if (said := f"group {group}") not in call.said:
-                        yield events.GroupClosed(0.0, epoch, group, said, 1), said
-            yield events.TasksFinished(0.0, epoch), None
+                for place, words in told.items():
+                    for word in words if not call.said & set(words) else ():
+                        yield events.GroupClosed(0.0, epoch, place, word, 1, _EQUAL in word), word
+            for words in product(*told.values()):
+                equal = sum(1 << p for p, word in zip(told, words, strict=True) if _EQUAL in word)
+                yield events.TasksFinished(0.0, epoch, {}, equal), None
         case commands.ActivateDrafter(_, epoch):
             if "attached" not in call.said:
                 yield events.DrafterActivated(0.0, epoch), "attached"
@@ -290,6 +297,14 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
             yield events.CheckpointsSaved(0.0, epoch), None
         case commands.AwaitService(service):
             yield events.ServiceBack(0.0, service), None
+
+
+def _told(call: Call, place: int, state: State) -> list[str]:
+    """What may be said of a group: what has been said, or else with dynamic sampling either."""
+    words = [f"group {place}"]
+    if state.settings.dynamic_sampling_rounds:
+        words.append(f"{_EQUAL} group {place}")
+    return [word for word in words if word in call.said] or words
 
 
 def failures(call: Call) -> Iterator[Event]:
@@ -365,6 +380,7 @@ def key(world: World) -> tuple[object, ...]:
 
 def _draw(draw: DrawnStep, epoch: dict[int | None, int | None]) -> tuple[object, ...]:
     state = (draw.called, draw.finished, draw.owed, draw.closed, draw.taken)
+    state += (draw.round, draw.places)
     return (draw.step, draw.version, None if draw.finished else epoch[draw.epoch], *state)
 
 

@@ -20,6 +20,9 @@ LARGEST_REWARD = 1e15
 """Squares of larger ones leave the range of fp32 when a group's are summed."""
 REWARD_RANGE = f"-{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 
+ALIKE = 1e-6
+"""Rewards that differ by less, relative to the larger, are equal: their difference is rounding."""
+
 NEAR_TIE_GAP = 1e-5
 """A draw whose perturbed top-two gap is below this may flip with the batch composition."""
 
@@ -145,6 +148,16 @@ class Trajectory:
 def is_reward(value: float) -> bool:
     """Whether a number can be a reward: NaN, infinity and what is beyond LARGEST_REWARD cannot."""
     return abs(value) <= LARGEST_REWARD
+
+
+def equal_rewards(rewards: Sequence[float]) -> bool:
+    """Whether an advantage over these siblings is zero: they are equal but for rounding (ALIKE), or
+    fewer than two.
+    """
+    if len(rewards) < 2:
+        return True
+    low, high = min(rewards), max(rewards)
+    return high - low <= ALIKE * max(abs(low), abs(high))
 
 
 def request_seed(run_seed: int, step: int, task_id: str, sample_index: int) -> int:

@@ -84,6 +84,11 @@ class CoordinatorConfig(ServiceConfig):
     """Tasks drawn for a step; in open traffic the groups that must close for one."""
     samples_per_task: int = Field(default=8, ge=2)
     """Samples of a task: the group size. In open traffic agents give their groups' sizes."""
+    dynamic_sampling_rounds: int = Field(default=0, ge=0, le=64)
+    """Rounds in which other tasks are drawn for groups whose samples all got the same reward, from
+    which nothing is learned (DAPO's dynamic sampling). What is still without variance after the
+    last round is left out too: the step then trains fewer groups. 0 keeps all groups.
+    """
     sampling: SamplingConfig = SamplingConfig()
     environment: str = "single_turn"
     """Environment of the gateway that runs the tasks; "external": agents from outside do."""
@@ -170,6 +175,12 @@ class CoordinatorConfig(ServiceConfig):
                 allowed=f"no tasks with coordinator.environment={EXTERNAL} only",
             )
 
+        if self.open_traffic and self.dynamic_sampling_rounds:
+            raise ConfigError(
+                "in open traffic nobody can draw other tasks for groups of equal rewards",
+                seen=f"coordinator.dynamic_sampling_rounds={self.dynamic_sampling_rounds}",
+                allowed="0, or tasks_path",
+            )
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
@@ -275,6 +286,7 @@ class CoordinatorConfig(ServiceConfig):
             groups_per_step=self.prompts_per_step,
             samples_per_group=self.samples_per_task,
             max_groups_in_flight=self.max_groups_in_flight,
+            dynamic_sampling_rounds=self.dynamic_sampling_rounds,
         )
 
 

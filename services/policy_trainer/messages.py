@@ -35,6 +35,7 @@ class Train:
     sender: Sender
     policy_version: int  # generated the step; the result is one more
     groups: list[tuple[str, int]]  # (group id, sessions)
+    left_out: list[str]  # those of them that are waited for and dropped
     group_deadline_s: float
     command_id: int = 0
 

@@ -30,8 +30,8 @@ GROUPS_DROPPED = Counter(
     "{group}",
     ("reason",),
     "groups that a step asked for and did not train; reason: stale (a token of one of its sessions "
-    "is older than `max_staleness` allows), too_few_siblings, unscored, incomplete_session or "
-    "not_finite",
+    "is older than `max_staleness` allows), no_variance (dynamic sampling drew others), "
+    "too_few_siblings, unscored, incomplete_session or not_finite",
 )
 NOT_FINITE = Counter(
     "paceline.policy.not_finite",

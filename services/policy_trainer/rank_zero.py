@@ -92,6 +92,7 @@ class RankZero:
             step=command.sender.step,
             policy_version=command.policy_version,
             groups=tuple(command.groups),
+            left_out=frozenset(command.left_out),
             deadline_s=min(command.group_deadline_s, self._config.step_deadline_s),
         )
         try:

@@ -54,6 +54,7 @@ class PolicyServicer(PolicyServiceServicer):
             sender=self._sender(request.context),
             policy_version=request.policy_version,
             groups=[(group.group_id, group.size) for group in request.groups],
+            left_out=[group.group_id for group in request.groups if group.left_out],
             group_deadline_s=request.group_deadline_s,
         )
         deadline_s = request.group_deadline_s + self._config.step_deadline_s

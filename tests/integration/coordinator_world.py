@@ -67,6 +67,9 @@ class Script:
 
     workers: int = 2
     hold_step: int | None = None  # the rollouts of this step wait until `released`
+    hold_round: str = ""  # only what has this in the ids of its groups
+    equal: frozenset[str] = frozenset()  # ids of groups whose samples all get the same reward
+    left_out: list[tuple[int, list[str]]] = field(default_factory=list)  # as waited_for
     released: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     deaf_to_preempt: bool = False
@@ -148,7 +151,7 @@ class Gateway(RolloutServiceServicer):
             script.workers_lost -= 1
             raise Unavailable("the worker died", reason="WORKER_LOST", seen=1)
         train = request.purpose == PURPOSE_TRAIN
-        scored: dict[str, int] = {}  # sessions by group
+        scored: dict[str, list[float]] = {}  # rewards of sessions by group
         if train:
             script.activated.clear()
             script.joined.clear()
@@ -162,22 +165,27 @@ class Gateway(RolloutServiceServicer):
                     await asyncio.wait_for(script.activated.wait(), WAIT_S)
                 if script.rollout_waits:
                     await script.until(lambda: len(script.commits) >= step)
-                if step == script.hold_step:
+                if step == script.hold_step and script.hold_round in str(request.tasks):
                     script.holding.set()
                     await asyncio.wait_for(script.released.wait(), WAIT_S)
             if train and share == 2:
                 await asyncio.wait_for(script.joined.wait(), WAIT_S)
             for sample in self._samples(request, share):
-                scored[sample.group_id] = scored.get(sample.group_id, 0) + sample.HasField("reward")
+                rewards = scored.setdefault(sample.group_id, [])
+                rewards += [sample.reward.value] if sample.HasField("reward") else []
                 yield rollout_pb2.RunTasksResponse(sample=sample)
             yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
-        count = sum(scored.values())
+        count = sum(map(len, scored.values()))
         stats = SpeculationStats(drafted_rounds=10, drafted_round_tokens=25 if train else 30)
         finished = rollout_pb2.TasksFinished(
             scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats
         )
         for group in sorted(scored) if train else ():
-            finished.closed_groups.add(group_id=group, scored_sessions=scored[group])
+            finished.closed_groups.add(
+                group_id=group,
+                scored_sessions=len(scored[group]),
+                equal_rewards=len(set(scored[group])) < 2,
+            )
         script.rolling_out.discard(step)
         yield rollout_pb2.RunTasksResponse(finished=finished)
 
@@ -215,9 +223,12 @@ class Gateway(RolloutServiceServicer):
         for task in request.tasks[share :: script.workers]:
             for index in range(request.samples_per_task):
                 train = request.purpose == PURPOSE_TRAIN
-                yield _sample(
+                sample = _sample(
                     task, index, scored=not (train and (task.task_index, index) in script.unscored)
                 )
+                if task.group_id in script.equal:
+                    sample.reward.value = 0.0
+                yield sample
         for group, size in list(enumerate(script.open_sizes))[: request.open_groups][
             share :: script.workers
         ]:
@@ -295,6 +306,8 @@ class Policy(PolicyServiceServicer):
         self.script.waited_for.append(
             (step, {group.group_id: group.size for group in request.groups})
         )
+        left_out = [group.group_id for group in request.groups if group.left_out]
+        self.script.left_out.append((step, left_out))
         if step == self.script.hold_policy_step:
             self.script.hold_policy_step = None
             self.script.holding.set()

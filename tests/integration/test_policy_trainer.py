@@ -177,11 +177,15 @@ class World:
         epoch: int = 1,
         deadline_s: float = 20,
         sessions: int = SIBLINGS,
+        left_out: bool = False,
     ) -> list[Any]:
         request = pb.TrainStepRequest(
             context=CommandContext(run_id=self.run, step=step, epoch=epoch),
             policy_version=version,
-            groups=[pb.ExpectedGroup(group_id=f"{step}.{g}", size=sessions) for g in range(GROUPS)],
+            groups=[
+                pb.ExpectedGroup(group_id=f"{step}.{g}", size=sessions, left_out=left_out)
+                for g in range(GROUPS)
+            ],
             group_deadline_s=deadline_s,
         )
         async with channel(self.address, SECURITY) as peer:
@@ -286,6 +290,22 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> 
     loaded = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert np.array_equal(
         loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"]
+    )
+
+
+async def test_a_step_whose_groups_are_all_left_out_moves_nothing_and_loses_nothing(
+    world: World,
+) -> None:
+    await world.start(ranks=1)
+    trajectories = await world.append(0, 0)
+    batch, stepped, prepared = await world.step(0, 0, left_out=True)
+    assert (batch.trajectories, dict(batch.dropped)) == (0, {"no_variance": GROUPS})
+    assert (prepared.policy_version, stepped.figures["grad_norm"]) == (1, 0.0)
+    assert moved(world.weights(1), load_file(world.model / "model.safetensors")) == 0.0
+    count = await Ledger(world.client, world.run).count()
+    assert (count.final, dict(count.dropped), count.open, count.lost) == (
+        *(len(trajectories), {"no_variance": len(trajectories)}),
+        *(0, 0),
     )
 
 

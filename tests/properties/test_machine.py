@@ -74,6 +74,8 @@ class World(RuleBasedStateMachine):
         drafter_slots=st.integers(1, 4),
         evaluations=st.booleans(),
         serial=st.booleans(),
+        groups=st.integers(1, 3),
+        rounds=st.integers(0, 2),
     )
     def start(
         self,
@@ -84,6 +86,8 @@ class World(RuleBasedStateMachine):
         drafter_slots: int,
         evaluations: bool,
         serial: bool,
+        groups: int,
+        rounds: int,
     ) -> None:
         wanted = RunSettings(
             workers=workers,
@@ -96,6 +100,8 @@ class World(RuleBasedStateMachine):
             accuracy_enabled=evaluations,
             probe_enabled=evaluations,
             probe_every=2,
+            groups_per_step=groups,
+            dynamic_sampling_rounds=rounds,
         )
         self.feed(events.RunStarted(0.0, wanted, VersionSet()))
 
@@ -178,11 +184,12 @@ class World(RuleBasedStateMachine):
         self.feed(events.ShareDone(self.tick(), command.epoch, worker))
 
     @precondition(lambda self: "RunTasks" in self.calls)
-    @rule()
-    def tasks_finished(self) -> None:
+    @rule(equal=st.integers(0, 7))
+    def tasks_finished(self, equal: int) -> None:
         command = self.calls.pop("RunTasks")
         assert isinstance(command, commands.RunTasks)
-        self.feed(events.TasksFinished(self.tick(), command.epoch))
+        equal &= command.places
+        self.feed(events.TasksFinished(self.tick(), command.epoch, {}, equal))
 
     @precondition(lambda self: "RunTasks" in self.calls)
     @rule()
@@ -363,7 +370,7 @@ class World(RuleBasedStateMachine):
                 lambda: "RunTasks" in self.calls and len(self.generating) > 1,
                 lambda: self.share_done(0),
             ),
-            (lambda: "RunTasks" in self.calls, self.tasks_finished),
+            (lambda: "RunTasks" in self.calls, lambda: self.tasks_finished(7)),
             (lambda: "TrainPolicy" in self.calls, lambda: self.policy_news(False)),
             (
                 lambda: "ActivateDrafter" in self.calls and Phase.DRAFTER in self.state.phases,

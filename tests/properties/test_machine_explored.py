@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from machine_world import Checks, Explored, Move, World, answers, explore
 
-from coordinator.machine import commands, commit, events, rules, schedule
+from coordinator.machine import commands, commit, events, rollout, rules, schedule
+from coordinator.machine.decision import Decision
 from coordinator.machine.marks import rollout_call
 from coordinator.machine.settings import Placement, RunSettings, Schedule
 from coordinator.machine.slots import Holder, WorkerState
@@ -22,6 +23,7 @@ TWO_SLOTS = replace(THREE, min_workers_for_training=2, max_drafter_slots=2)
 JOINING = replace(THREE, total_steps=1, max_drafter_slots=2)
 PROBED = replace(THREE, training_interval_steps=2, probe_enabled=True, probe_every=1)
 SERIAL = replace(THREE, serial_drafter=True)
+CHOOSY = {"dynamic_sampling_rounds": 1}
 SETTINGS = {
     "sync": (replace(THREE, workers=2), 1),
     "sync, two slots for the drafter": (TWO_SLOTS, 0),
@@ -39,6 +41,16 @@ SETTINGS = {
     ),
     "one_step_off, colocated": (replace(THREE, **ONE_OFF), 0),
     "one_step_off, disaggregated": (replace(APART, **ONE_OFF), 0),
+    "sync, groups drawn again": (replace(THREE, **CHOOSY, workers=2), 0),
+    "sync, groups drawn again, no drafter, with faults": (
+        replace(THREE, **CHOOSY, workers=1, drafter_enabled=False, groups_per_step=2),
+        2,
+    ),
+    "one_step_off, groups drawn again": (replace(APART, **ONE_OFF, **CHOOSY, workers=1), 0),
+    "fully_async, groups drawn again": (
+        replace(THREE, **ASYNC, **CHOOSY, workers=1, drafter_enabled=False),
+        1,
+    ),
     "fully_async, colocated": (replace(THREE, **ASYNC, drafter_enabled=False), 0),
     "fully_async, disaggregated": (replace(APART, **ASYNC, drafter_enabled=False), 0),
 }
@@ -53,6 +65,20 @@ DEEPER = {
     "fully_async, colocated, no drafter": (
         replace(THREE, **ASYNC, workers=2, drafter_enabled=False),
         1,
+    ),
+    "fully_async, colocated, groups drawn again": (
+        replace(THREE, **ASYNC, **CHOOSY, workers=2, drafter_enabled=False),
+        0,
+    ),
+    "fully_async, two groups a step, drawn again": (
+        replace(
+            APART,
+            **{**ASYNC, "groups_per_step": 2},
+            **CHOOSY,
+            workers=1,
+            drafter_enabled=False,
+        ),
+        0,
     ),
     "fully_async, two groups a step": (
         replace(APART, **{**ASYNC, "groups_per_step": 2}, drafter_enabled=False),
@@ -76,6 +102,7 @@ def check_state(state: State) -> None:
     one_holder_a_slot(state)
     lag_is_bounded(state)
     training_starts_when_the_rules_allow(state)
+    groups_are_drawn_again_within_bounds(state)
 
 
 def check_change(before: State, after: State) -> None:
@@ -207,6 +234,17 @@ def training_starts_when_the_rules_allow(state: State) -> None:
     assert state.learner.phase is not Phase.IDLE or not (there and free)
 
 
+def groups_are_drawn_again_within_bounds(state: State) -> None:
+    """Nothing is trained that is to be drawn again, and no place is empty at the end."""
+    everything = (1 << state.settings.groups_per_step) - 1
+    for draw in state.rollouts.draws:
+        assert draw.round <= state.settings.dynamic_sampling_rounds
+        assert draw.places & everything == draw.places != 0
+        assert draw.closed | draw.places == everything
+        assert draw.taken & ~draw.closed == 0
+        assert draw.closed == everything or not draw.finished
+
+
 CHECKS = Checks(check_state, check_change, duplicates_change_nothing)
 
 
@@ -292,6 +330,26 @@ def test_the_explorer_finds_a_commit_that_does_not_wait_for_rollouts(
     for module in (rules, commit):
         monkeypatch.setattr(module, "may_commit", lambda state: True)
     found(monkeypatch, replace(APART, **ONE_OFF), "Committed|PolicyPrepared")
+
+
+def test_the_explorer_finds_groups_that_are_drawn_again_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout, "draws_again", lambda state, draw: True)
+    found(monkeypatch, replace(THREE, **CHOOSY, workers=1), "assert 2 <= 1")
+
+
+def test_the_explorer_finds_a_group_that_is_trained_and_drawn_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed_at_once(state: State, event: events.GroupClosed) -> Decision:
+        return right(state, replace(event, equal_rewards=False))
+
+    right = rollout.group_closed
+    row = EVENTS[events.GroupClosed]
+    monkeypatch.setitem(EVENTS, events.GroupClosed, row._replace(handle=closed_at_once))
+    choosy = replace(APART, **ASYNC, **CHOOSY, workers=1, drafter_enabled=False)
+    found(monkeypatch, choosy, "taken|MachineError|assert")
 
 
 def test_the_explorer_finds_a_set_that_nobody_can_try(monkeypatch: pytest.MonkeyPatch) -> None:

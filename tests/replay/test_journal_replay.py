@@ -31,6 +31,7 @@ ROLLOUT = {
     "response_tokens": 50,
     "rollout_s": 2.0,
     "accept_length": 2.5,
+    "drafted_rounds": 4,
     "pulls": {"off": 3},
     "tokens_hash": "ab",
 }
@@ -98,7 +99,7 @@ async def test_a_replayed_journal_gives_the_same_state_and_records(
     assert replayed == state
     assert again.finished == records.finished
     assert replayed.doing == "rollout"
-    again = commands.RunTasks(1, state.epoch + 2, state.versions)
+    again = commands.RunTasks(1, state.epoch + 2, state.versions, places=1)
     assert step(replayed, events.Resumed(11.0, 2))[1] == (again,)
 
 
@@ -130,7 +131,8 @@ async def test_a_replayed_journal_waits_for_the_same_groups(
     assert state.doing == "policy"
     (command,) = step(state, events.Resumed(7.0, 2))[1]
     assert isinstance(command, commands.TrainPolicy)
-    assert list(groups.of(command.batch).items()) == [("s0.t1", 7), ("s0.t0", 0)]
+    known = groups.of(command.batch)
+    assert [(one.group_id, one.sessions) for one in known] == [("s0.t1", 7), ("s0.t0", 0)]
 
 
 def two_steps() -> list[Event]:

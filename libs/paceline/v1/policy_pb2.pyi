@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExpectedGroup(_message.Message):
-    __slots__ = ("group_id", "size")
+    __slots__ = ("group_id", "size", "left_out")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     size: int
-    def __init__(self, group_id: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    left_out: bool
+    def __init__(self, group_id: _Optional[str] = ..., size: _Optional[int] = ..., left_out: _Optional[bool] = ...) -> None: ...
 
 class TrainStepRequest(_message.Message):
     __slots__ = ("context", "policy_version", "groups", "slots", "group_deadline_s")

@@ -273,12 +273,14 @@ class ShareDone(_message.Message):
     def __init__(self, worker_index: _Optional[int] = ..., samples: _Optional[int] = ..., response_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class ClosedGroup(_message.Message):
-    __slots__ = ("group_id", "scored_sessions")
+    __slots__ = ("group_id", "scored_sessions", "equal_rewards")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     SCORED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_REWARDS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     scored_sessions: int
-    def __init__(self, group_id: _Optional[str] = ..., scored_sessions: _Optional[int] = ...) -> None: ...
+    equal_rewards: bool
+    def __init__(self, group_id: _Optional[str] = ..., scored_sessions: _Optional[int] = ..., equal_rewards: _Optional[bool] = ...) -> None: ...
 
 class TasksFinished(_message.Message):
     __slots__ = ("scored", "unscored", "response_tokens", "rollout_s", "speculation", "arms", "versions", "regret", "closed_groups")

@@ -56,6 +56,7 @@ def rollout_figures(
         "response_tokens": finished.response_tokens,
         "rollout_s": finished.rollout_s,
         "accept_length": accept_length(finished.speculation),
+        "drafted_rounds": finished.speculation.drafted_rounds,
         "trained_rounds": finished.speculation.trained_rounds,
         "trained_round_tokens": finished.speculation.trained_round_tokens,
         "near_ties": sum(sample.smallest_gap < NEAR_TIE_GAP for sample in samples),

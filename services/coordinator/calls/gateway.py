@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
 from coordinator.calls.checkpoints import keep_if_best
 from coordinator.calls.figures import (
@@ -16,6 +18,7 @@ from coordinator.calls.slots import resume
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
+from coordinator.machine.rollout import bits
 from coordinator.machine.settings import KEPT, RunSettings, Schedule
 from coordinator.machine.state import Evaluation, Service
 from paceline.errors import (
@@ -82,7 +85,9 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
         return events.WorkerLost(calls.now(), command.epoch, worker)
 
     deadline_s = calls.config.step_deadline_s
-    request = calls.source.step_request(command.step, command.epoch)
+    request = calls.source.step_request(
+        command.step, command.epoch, command.round, tuple(bits(command.places))
+    )
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
     with calls.reported(
@@ -98,9 +103,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
                 case "sample":
                     samples.add(answer)
                 case "closed" if calls.state().settings.schedule is Schedule.FULLY_ASYNC:
-                    group, scored = answer.group_id, answer.scored_sessions
-                    place, epoch = places[group], command.epoch
-                    calls.emit(events.GroupClosed(calls.now(), epoch, place, group, scored))
+                    calls.emit(_group_closed(calls, command, places, answer))
                 case "share":
                     done = events.ShareDone(calls.now(), command.epoch, answer.worker_index)
                     calls.emit(done)
@@ -108,7 +111,28 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
                     figures = rollout_figures(samples.ordered, answer)
                     calls.samples.pop(command.step, None)
                     calls.round_costs = round_costs(answer.arms)
-                    calls.emit(events.TasksFinished(calls.now(), command.epoch, figures))
+                    equal = sum(
+                        1 << places[group.group_id]
+                        for group in answer.closed_groups
+                        if group.equal_rewards and group.group_id in places
+                    )
+                    calls.emit(events.TasksFinished(calls.now(), command.epoch, figures, equal))
+
+
+def _group_closed(
+    calls: Calls,
+    command: commands.RunTasks,
+    places: Mapping[str, int],
+    group: rollout_pb2.ClosedGroup,
+) -> events.GroupClosed:
+    return events.GroupClosed(
+        calls.now(),
+        command.epoch,
+        places[group.group_id],
+        group.group_id,
+        group.scored_sessions,
+        group.equal_rewards,
+    )
 
 
 async def evaluate(calls: Calls, command: commands.Evaluate) -> None:

@@ -70,12 +70,14 @@ async def push_again(calls: Calls, command: commands.RunTasks | commands.Evaluat
 
 
 def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:
-    closed = calls.groups.of(command.batch)
     return policy_pb2.TrainStepRequest(
         context=calls.context(command),
         policy_version=command.policy_version,
         groups=[
-            policy_pb2.ExpectedGroup(group_id=group, size=size) for group, size in closed.items()
+            policy_pb2.ExpectedGroup(
+                group_id=group.group_id, size=group.sessions, left_out=group.left_out
+            )
+            for group in calls.groups.of(command.batch)
         ],
         slots=command.slots,
         group_deadline_s=calls.config.group_deadline_s,

@@ -1,12 +1,12 @@
 """Draws the tasks of steps and evaluations, as RunTasks requests with their group ids.
 
-A step's tasks depend on the run's seed and the step alone, so a restarted coordinator asks for the
-same again.
+A step's tasks depend on the run's seed, the step and the round of dynamic sampling alone, so a
+restarted coordinator asks for the same again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.config import CoordinatorConfig
@@ -19,6 +19,10 @@ from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingPara
 
 EVALUATION_SEED = 20_000
 """One for all evaluations, so that their values can be compared between steps and runs."""
+
+
+OTHERS_SEED = 30_000
+"""Added to the run's, for the tasks that stand in for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,17 @@ class TaskSource:
             else self._config.prompts_per_step * self._config.samples_per_task
         )
 
-    def step_request(self, step: int, epoch: int) -> RunTasksRequest:
+    def step_request(
+        self, step: int, epoch: int, round_number: int = 0, places: Sequence[int] = ()
+    ) -> RunTasksRequest:
         """The training tasks of one step; in open traffic none, but the number of groups it
-        takes.
+        takes. In a later round of dynamic sampling: other tasks for the groups at these places.
         """
         config = self._config
         return RunTasksRequest(
             context=leased(config.security, config.run.id, step, epoch),
             purpose=PURPOSE_TRAIN,
-            tasks=[] if config.open_traffic else _specs(self._draw(step), f"s{step}"),
+            tasks=[] if config.open_traffic else self._step_tasks(step, round_number, places),
             open_groups=config.prompts_per_step if config.open_traffic else 0,
             samples_per_task=config.samples_per_task,
             sampling=SamplingParams(
@@ -77,17 +83,32 @@ class TaskSource:
     def _stage(self, step: int) -> Stage:
         return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
 
+    def _step_tasks(self, step: int, round_number: int, places: Sequence[int]) -> list[TaskSpec]:
+        drawn = self._draw(step)
+        if not round_number:
+            return _specs(enumerate(drawn), f"s{step}")
+        others = self._draw_others(step, {task.task_id for task in drawn})
+        begin = (round_number - 1) * len(drawn)
+        chosen = [(place, others[begin + place]) for place in places]
+        return _specs(chosen, f"s{step}.r{round_number}")
+
     def _draw(self, step: int) -> list[Task]:
         """Distinct tasks: where a step spans two epochs, one drawn already gives way to the
         next.
         """
         count, stage = self._config.prompts_per_step, self._stage(step)
         cursor = TaskCursor(stage.tasks, self._config.run.seed, (step - stage.from_step) * count)
-        drawn: dict[str, Task] = {}
-        while len(drawn) < count:
-            task = cursor.draw(1)[0]
-            drawn.setdefault(task.task_id, task)
-        return list(drawn.values())
+        return _distinct(cursor, count, set())
+
+    def _draw_others(self, step: int, drawn: set[str]) -> list[Task]:
+        """A task for each place in each round, none of which the step has otherwise. They come in
+        an order of their own, so that the steps' tasks do not depend on how many were drawn.
+        """
+        config, stage = self._config, self._stage(step)
+        count = config.prompts_per_step * config.dynamic_sampling_rounds
+        position = (step - stage.from_step) * count
+        cursor = TaskCursor(stage.tasks, config.run.seed + OTHERS_SEED, position)
+        return _distinct(cursor, count, drawn)
 
     def evaluation_request(
         self, kind: Evaluation, finished_steps: int, epoch: int
@@ -103,7 +124,7 @@ class TaskSource:
         return RunTasksRequest(
             context=leased(config.security, config.run.id, 0, epoch),
             purpose=PURPOSE_EVAL,
-            tasks=_specs(tasks, f"{kind.value}-{finished_steps}-{epoch}"),
+            tasks=_specs(enumerate(tasks), f"{kind.value}-{finished_steps}-{epoch}"),
             samples_per_task=1,
             sampling=SamplingParams(temperature=1.0, max_tokens=config.sampling.max_tokens),
             run_seed=EVALUATION_SEED,
@@ -124,10 +145,28 @@ def _enough(config: CoordinatorConfig, path: str) -> list[Task]:
         raise ConfigError(
             f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"
         )
+    rounds = config.dynamic_sampling_rounds
+    if len(tasks) < config.prompts_per_step * (1 + rounds):
+        raise ConfigError(
+            f"{path} has too few tasks for coordinator.dynamic_sampling_rounds: a step may draw "
+            f"{config.prompts_per_step} in each round, all different",
+            seen=rounds,
+            allowed=f"0..{len(tasks) // config.prompts_per_step - 1}",
+        )
     return tasks
 
 
-def _specs(tasks: Sequence[Task], group: str) -> list[TaskSpec]:
+def _distinct(cursor: TaskCursor, count: int, without: set[str]) -> list[Task]:
+    drawn: dict[str, Task] = {}
+    while len(drawn) < count:
+        task = cursor.draw(1)[0]
+        if task.task_id not in without:
+            drawn.setdefault(task.task_id, task)
+    return list(drawn.values())
+
+
+def _specs(tasks: Iterable[tuple[int, Task]], group: str) -> list[TaskSpec]:
+    """Tasks by their places."""
     return [
         TaskSpec(
             task_id=task.task_id,
@@ -137,5 +176,5 @@ def _specs(tasks: Sequence[Task], group: str) -> list[TaskSpec]:
             task_index=index,
             metadata=task.metadata,
         )
-        for index, task in enumerate(tasks)
+        for index, task in tasks
     ]

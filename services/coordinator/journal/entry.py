@@ -16,7 +16,7 @@ from paceline.errors import DataLoss
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
 
-VERSION = 4
+VERSION = 5
 
 
 SlotRange = tuple[int, int, Holder, int]

@@ -7,19 +7,27 @@ same groups.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.rollout import draw_of
-from coordinator.machine.state import Portion, State
+from coordinator.machine.rollout import bits, draw_of
+from coordinator.machine.state import DrawnStep, Portion, State
 from paceline.errors import InternalError
 from paceline.v1.rollout_pb2 import ClosedGroup
 
 FIGURE = "closed_groups"
 """Where the details of TasksFinished hold them: group id -> scored sessions."""
 
-GroupSize = tuple[int, str, int]
-"""Place of a group in its step, its id, its scored sessions."""
+
+@dataclass(frozen=True, slots=True)
+class KnownGroup:
+    """A group that has closed."""
+
+    place: int  # in its step
+    group_id: str
+    sessions: int  # scored
+    left_out: bool = False  # of equal rewards, where dynamic sampling draws others
 
 
 def group_figure(closed: Iterable[ClosedGroup]) -> dict[str, float | int]:
@@ -31,58 +39,65 @@ class ClosedGroups:
     """Groups of the steps of which some are not trained yet."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, dict[int, tuple[str, int]]] = {}
+        self._steps: dict[int, dict[str, KnownGroup]] = {}  # by step and group id
 
-    def take_up(self, kept: Mapping[str, Sequence[GroupSize]]) -> None:
+    def take_up(self, kept: Mapping[str, Sequence[KnownGroup]]) -> None:
         """Goes on from what `kept` had."""
         self._steps = {
-            int(step): {place: (group, size) for place, group, size in groups}
-            for step, groups in kept.items()
+            int(step): {group.group_id: group for group in groups} for step, groups in kept.items()
         }
 
-    def kept(self) -> dict[str, tuple[GroupSize, ...]]:
+    def kept(self) -> dict[str, tuple[KnownGroup, ...]]:
         """Everything, for a snapshot."""
-        return {
-            str(step): tuple((place, *group) for place, group in groups.items())
-            for step, groups in self._steps.items()
-        }
+        return {str(step): tuple(groups.values()) for step, groups in self._steps.items()}
 
     def observe(self, before: State, event: Event, after: State) -> None:
         """Takes one transition in; late news of rollouts that were begun again changes nothing."""
         if isinstance(event, events.GroupClosed) and after is not before:
             if (draw := draw_of(before, event.epoch)) is not None:
-                self._of(draw.step)[event.index] = (event.group_id, event.sessions)
+                left_out = event.equal_rewards and _leaves_out(before)
+                group = KnownGroup(event.index, event.group_id, event.sessions, left_out)
+                self._steps.setdefault(draw.step, {})[group.group_id] = group
         elif isinstance(event, events.TasksFinished):
             if (draw := draw_of(before, event.epoch)) is not None:
-                found = event.details.get(FIGURE)
-                groups = found if isinstance(found, Mapping) else {}
-                closed = {i: (one, int(n)) for i, (one, n) in enumerate(groups.items())}
-                self._steps[draw.step] = closed
+                self._finished(draw, event, _leaves_out(before))
         elif after.step > before.step:
             left = {draw.step for draw in after.rollouts.draws}
             self._steps = {step: one for step, one in self._steps.items() if step in left}
 
-    def of(self, batch: Iterable[Portion]) -> dict[str, int]:
-        """Scored sessions by group, of a batch.
+    def of(self, batch: Iterable[Portion]) -> list[KnownGroup]:
+        """The groups of a batch, and with them those that were left out in their places.
 
         Raises InternalError for a group that is not known to have closed.
         """
-        chosen: dict[str, int] = {}
+        chosen: list[KnownGroup] = []
         for portion in batch:
             known = self._steps.get(portion.step)
-            wanted = known if portion.groups is None else _places(portion.groups)
-            if known is None or wanted is None or not known.keys() >= set(wanted):
+            wanted = None if portion.groups is None else set(bits(portion.groups))
+            found = list((known or {}).values())
+            if wanted is not None:
+                found = [group for group in found if group.place in wanted]
+            if known is None or not {group.place for group in found} >= (wanted or set()):
                 raise InternalError(
                     "the groups of this step are not known",
                     seen=portion.step,
                     allowed=sorted(self._steps),
                 )
-            chosen.update(known[place] for place in wanted)
+            chosen += found
         return chosen
 
-    def _of(self, step: int) -> dict[int, tuple[str, int]]:
-        return self._steps.setdefault(step, {})
+    def _finished(self, draw: DrawnStep, event: events.TasksFinished, leaves_out: bool) -> None:
+        """What a call has told of all its groups, in the order of their places."""
+        found = event.details.get(FIGURE)
+        told = found if isinstance(found, Mapping) else {}
+        places = bits(draw.places) if draw.round else range(len(told))
+        known = self._steps.setdefault(draw.step, {})
+        if not draw.round:
+            known.clear()  # agents may have brought other groups to an earlier call
+        for place, (group_id, sessions) in zip(places, told.items(), strict=False):
+            left_out = leaves_out and bool(event.equal_rewards >> place & 1)
+            known[group_id] = KnownGroup(place, group_id, int(sessions), left_out)
 
 
-def _places(bits: int) -> list[int]:
-    return [place for place in range(bits.bit_length()) if bits >> place & 1]
+def _leaves_out(state: State) -> bool:
+    return bool(state.settings.dynamic_sampling_rounds)

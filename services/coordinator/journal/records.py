@@ -13,6 +13,7 @@ from coordinator.journal.slot_account import Account, SlotAccount
 from coordinator.machine import events
 from coordinator.machine.events import Details, Event
 from coordinator.machine.rollout import draw_of
+from coordinator.machine.settings import RunSettings
 from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -83,7 +84,7 @@ class StepRecords:
             case events.StepBegan() if after.rollouts.step > before.rollouts.step:
                 self._begin(event, before)
             case events.TasksFinished() if (draw := draw_of(before, event.epoch)) is not None:
-                return self._rolled_out(draw.step, event.details)
+                return self._rolled_out(draw.step, event, before.settings)
             case events.Detached() if event.epoch > self._detached:
                 # Late where Preempted came first, and counted once nevertheless.
                 self._detached = event.epoch
@@ -91,7 +92,8 @@ class StepRecords:
             case events.PolicyStepped() | events.PolicyPrepared() if (
                 event.epoch == before.learner.epoch
             ):
-                self._take_policy(event, self._of(before))
+                chosen = before.settings.dynamic_sampling_rounds > 0
+                self._take_policy(event, self._of(before), chosen)
             case events.EvaluationDone() if (
                 before.phase is Phase.EVALUATE and event.epoch == before.phase_epoch
             ):
@@ -114,29 +116,39 @@ class StepRecords:
         self._open[event.step] = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
         self._began[event.step] = event.at_s
 
-    def _rolled_out(self, step: int, details: Details) -> StepRecord | None:
+    def _rolled_out(
+        self, step: int, event: events.TasksFinished, settings: RunSettings
+    ) -> StepRecord | None:
         """Fills the record; returns it when the step is finished without the last of its groups."""
-        if step in self._open:
-            self._take_rollout(self._open[step], details)
-            return None
         late = next((one for one in reversed(self.finished) if one.step == step), None)
-        if late is not None:
-            self._take_rollout(late, details)
-        return late
+        record = self._open.get(step, late)
+        if record is not None:
+            self._take_rollout(record, event.details)
+            if settings.dynamic_sampling_rounds:
+                record.groups_left_out += event.equal_rewards.bit_count()
+        return None if step in self._open else late
 
     def _take_rollout(self, record: StepRecord, details: Details) -> None:
-        record.response_tokens = int(_number(details, "response_tokens"))
-        record.rollout_s = _number(details, "rollout_s")
-        record.accept_length = _number(details, "accept_length")
-        record.reward_mean = _number(details, "reward_mean")
-        record.near_ties = int(_number(details, "near_ties"))
-        record.tokens_hash = str(details.get("tokens_hash", ""))
-        lengths = details.get("length_quantiles")
-        record.response_length_quantiles.extend(
-            map(int, lengths) if isinstance(lengths, tuple) else ()
-        )
+        """What a call has generated, added to what the step has from calls before: rounds of
+        dynamic sampling. Reward and lengths are those of the first one, whose tasks nothing has
+        chosen.
+        """
+        drafted, tokens = _number(details, "drafted_rounds"), record.accept_length
+        tokens = tokens * record.drafted_rounds + _number(details, "accept_length") * drafted
+        record.drafted_rounds += int(drafted)
+        record.accept_length = tokens / record.drafted_rounds if record.drafted_rounds else 0.0
+        record.rollout_s += _number(details, "rollout_s")
+        record.near_ties += int(_number(details, "near_ties"))
         for arm, rounds in self._new_pulls(details).items():
-            record.arm_rounds[arm] = rounds
+            record.arm_rounds[arm] += rounds
+        if not record.response_length_quantiles:
+            record.reward_mean = _number(details, "reward_mean")
+            record.tokens_hash = str(details.get("tokens_hash", ""))
+            lengths = details.get("length_quantiles")
+            record.response_length_quantiles.extend(
+                map(int, lengths) if isinstance(lengths, tuple) else ()
+            )
+        record.response_tokens += int(_number(details, "response_tokens"))
 
     def _new_pulls(self, details: Details) -> dict[str, int]:
         """Pulls since the last report; workers that restarted count from 0 again."""
@@ -149,8 +161,9 @@ class StepRecords:
         return {arm: count for arm, count in sorted(new.items()) if count}
 
     def _take_policy(
-        self, event: events.PolicyStepped | events.PolicyPrepared, record: StepRecord
+        self, event: events.PolicyStepped | events.PolicyPrepared, record: StepRecord, chosen: bool
     ) -> None:
+        """`chosen`: the batch is what dynamic sampling left, whose mean reward says little."""
         for name, value in event.details.items():
             if isinstance(value, int | float):
                 record.policy[name] = value
@@ -160,7 +173,7 @@ class StepRecords:
         staleness = event.details.get("staleness")
         if isinstance(staleness, Mapping):
             record.staleness.update({lag: int(count) for lag, count in staleness.items()})
-        if "reward_mean" in event.details:
+        if "reward_mean" in event.details and not chosen:
             record.reward_mean = _number(event.details, "reward_mean")
 
     def _evaluated(self, event: events.EvaluationDone, after: State) -> StepRecord | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, get_type_hints
 
 from coordinator.journal.entry import VERSION
-from coordinator.journal.groups import GroupSize
+from coordinator.journal.groups import KnownGroup
 from coordinator.journal.records import Carried
 from coordinator.machine.slots import Holder, Slot, WorkerState, slot_row, worker_row
 from coordinator.machine.state import State
@@ -32,7 +32,7 @@ class Snapshot:
     traceparents: dict[str, str]  # of the steps that have begun and that which it closed
     state: State
     records: Carried
-    groups: dict[str, tuple[GroupSize, ...]]  # ClosedGroups.kept
+    groups: dict[str, tuple[KnownGroup, ...]]  # ClosedGroups.kept
     watched: tuple[int, float] | None  # AcceptanceWatch.last
 
 
@@ -45,7 +45,7 @@ class _Beside:
     at_s: float
     traceparents: dict[str, str]
     records: Carried
-    groups: dict[str, tuple[GroupSize, ...]]
+    groups: dict[str, tuple[KnownGroup, ...]]
     watched: tuple[int, float] | None
     slots: tuple[tuple[Holder, int], ...]
     workers: tuple[WorkerState, ...]

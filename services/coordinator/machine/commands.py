@@ -39,6 +39,8 @@ class RunTasks(StepCommand):
     """
 
     versions: VersionSet
+    round: int = 0  # as of DrawnStep
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True)

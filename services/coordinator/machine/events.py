@@ -71,13 +71,17 @@ class GroupClosed(CallAnswer):
     index: int  # of its task in the step
     group_id: str
     sessions: int  # that ended scored
+    equal_rewards: bool = False  # of all of them: they teach nothing
 
 
 @dataclass(frozen=True, slots=True)
 class TasksFinished(CallAnswer):
-    """All samples of the step ended."""
+    """All samples of the call ended: of the step, or of a round that stood in for some of its
+    groups.
+    """
 
     details: Details = field(default_factory=dict)
+    equal_rewards: int = 0  # places of groups whose rewards are all equal, a bit each
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from coordinator.machine.state import DrawnStep, MachineError, Phase, State, wit
 
 def step_began(state: State, event: StepBegan) -> Decision:
     """The step's tasks wait to be called."""
-    draws = (*state.rollouts.draws, DrawnStep(event.step, state.step))
+    drawn = DrawnStep(event.step, state.step, places=every_group(state))
+    draws = (*state.rollouts.draws, drawn)
     state = with_rollouts(state, step=event.step + 1, drawing=False, attempts=0, draws=draws)
     return Decision(replace(state, drafter_benched=False))
 
@@ -36,7 +37,7 @@ def generate(state: State) -> Decision:
     """
     rollouts = state.rollouts
     goes_on = any(draw.called for draw in rollouts.running)
-    waiting = [draw.step for draw in rollouts.running if not draw.called]
+    waiting = [draw for draw in rollouts.running if not draw.called]
     if not goes_on:
         state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
     suspended = list(state.workers.where(WorkerState.SUSPENDED))
@@ -48,9 +49,10 @@ def generate(state: State) -> Decision:
     else:
         free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
     state = lease_slots(state, free, Holder.ENGINE)
-    epochs = {step: state.epoch + number for number, step in enumerate(waiting)}
+    epochs = {draw.step: state.epoch + number for number, draw in enumerate(waiting)}
     commands: list[Command] = [
-        RunTasks(step, epoch, state.versions) for step, epoch in epochs.items()
+        RunTasks(draw.step, epochs[draw.step], state.versions, draw.round, draw.places)
+        for draw in waiting
     ]
     if suspended and goes_on:
         commands.insert(0, ResumeWorkers(state.step, state.epoch))
@@ -76,19 +78,34 @@ def share_done(state: State, event: ShareDone) -> Decision:
 
 
 def group_closed(state: State, event: GroupClosed) -> Decision:
-    """The group may be trained before the other groups of its step have closed."""
+    """The group may be trained before the other groups of its step have closed, unless another one
+    will stand in for it.
+    """
     draw = draw_of(state, event.epoch)
-    if draw is None or event.index >= state.settings.groups_per_step:
+    if draw is None or not draw.places >> event.index & 1:
         raise MachineError(f"GroupClosed(index={event.index})", state.describe())
+    if event.equal_rewards and draws_again(state, draw):
+        return Decision(state)
     return Decision(_with(state, replace(draw, closed=draw.closed | 1 << event.index)))
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases the workers that have nothing else to do; all groups of the step have closed."""
+    """Releases the workers that have nothing else to do. All groups of the step have closed, or
+    those that have nothing to teach are drawn again: other tasks in their places.
+    """
     draw = draw_of(state, event.epoch)
     assert draw is not None  # else it were late
-    everything = (1 << state.settings.groups_per_step) - 1
-    ended = replace(draw, called=False, finished=True, owed=0, closed=everything)
+    everything = every_group(state)
+    again = event.equal_rewards & draw.places if draws_again(state, draw) else 0
+    ended = replace(
+        draw,
+        called=False,
+        finished=not again,
+        owed=0,
+        closed=everything & ~again,
+        round=draw.round + bool(again),
+        places=again or draw.places,
+    )
     state = with_rollouts(_release(_with(state, ended), draw.owed), attempts=0)
     if ended.taken == everything and all(one.step != draw.step for one in state.learner.batch):
         left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
@@ -114,6 +131,16 @@ def draw_of(state: State, epoch: int) -> DrawnStep | None:
     return next((draw for draw in draws if draw.called and draw.epoch == epoch), None)
 
 
+def every_group(state: State) -> int:
+    """The places of a step's groups, a bit each."""
+    return (1 << state.settings.groups_per_step) - 1
+
+
+def draws_again(state: State, draw: DrawnStep) -> bool:
+    """Whether groups of equal rewards of the draw's round are drawn again."""
+    return draw.round < state.settings.dynamic_sampling_rounds
+
+
 def _called(state: State, epochs: Mapping[int, int]) -> State:
     """The draws of these steps under way, every worker with a share of each."""
     owed = (1 << len(state.workers)) - 1
@@ -137,7 +164,7 @@ def _release(state: State, workers: int) -> State:
     """Of these workers, a bit each, those that owe nothing any more leave their slots."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
-    leaving = list(_bits(workers))
+    leaving = list(bits(workers))
     held = [
         slot
         for worker in leaving
@@ -148,7 +175,7 @@ def _release(state: State, workers: int) -> State:
     return free_slots(replace(state, drafter_benched=False), held)
 
 
-def _bits(number: int) -> Iterator[int]:
+def bits(number: int) -> Iterator[int]:
     """Places of the bits that are set, in order."""
     while number:
         lowest = number & -number

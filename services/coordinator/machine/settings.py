@@ -38,6 +38,7 @@ KEPT = {
     "max_policy_lag": "coordinator.max_policy_lag",
     "groups_per_step": "coordinator.prompts_per_step",
     "samples_per_group": "coordinator.samples_per_task",
+    "dynamic_sampling_rounds": "coordinator.dynamic_sampling_rounds",
 }
 """What a run keeps from its begin to its end, since its state is counted in it: field of
 RunSettings, and the setting that it comes from.
@@ -70,6 +71,7 @@ class RunSettings:
     groups_per_step: int = 1
     samples_per_group: int = 1  # asked for
     max_groups_in_flight: int = 0  # 0: no limit but that of max_policy_lag
+    dynamic_sampling_rounds: int = 0  # of other tasks for groups of equal rewards; 0: keep them
 
     @property
     def engine_slots(self) -> int:

@@ -88,6 +88,8 @@ class DrawnStep:
     owed: int = 0  # workers that have not done their share, a bit each
     closed: int = 0  # groups that get no more samples, a bit each
     taken: int = 0  # groups that a batch has, a bit each
+    round: int = 0  # of dynamic sampling: 0 draws the step's tasks, each later one stands in
+    places: int = 0  # groups that the round draws, a bit each
 
 
 @dataclass(frozen=True, slots=True)

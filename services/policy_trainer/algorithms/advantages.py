@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from paceline.trajectory import ALIKE
+
 EPS = 1e-6
 """Added to a standard deviation that divides."""
-ALIKE = 1e-6
-"""Rewards that differ by less, relative to the larger, are equal: their difference is rounding."""
 
 
 def group_relative(

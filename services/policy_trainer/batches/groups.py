@@ -18,6 +18,8 @@ from policy_trainer.batches.records import StepRecord
 
 LEAST_SIBLINGS = 2
 """Sessions without which a group has nothing to compare, unless it was opened for one."""
+NO_VARIANCE = "no_variance"
+"""Why a group is dropped whose sessions all got the same reward."""
 ABANDONED = 8
 """Policy versions beyond the bound after which a group that no step has asked for is given up."""
 
@@ -30,6 +32,7 @@ class Wanted:
     policy_version: int  # weights the step starts from
     groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: nothing to wait for
     deadline_s: float
+    left_out: frozenset[str] = frozenset()  # of them: their rewards are equal, others stand in
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ def close(wanted: Wanted, here: HeldGroups, max_staleness: int) -> Batch:
     """The step's batch of what is here, as the groups stand."""
     closing = _Closing(wanted.policy_version, max_staleness)
     for group, size in wanted.groups:
-        closing.take(here.newest(group), size)
+        if group in wanted.left_out:
+            closing.leave_out(here.newest(group))
+        else:
+            closing.take(here.newest(group), size)
     closing.give_up(here, {group for group, _ in wanted.groups})
     order = sorted(closing.trained, key=_order)
     record = StepRecord(
@@ -132,6 +138,14 @@ class _Closing:
         self.groups[reason] += 1
         for session in usable:
             self._drop(session, "too_few_siblings")
+
+    def leave_out(self, draw: HeldDraw) -> None:
+        """Drops a group that dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) has drawn
+        others for.
+        """
+        self.groups[NO_VARIANCE] += 1
+        for session in draw.sessions.values():
+            self._drop(session, session.refusal() or NO_VARIANCE)
 
     def give_up(self, here: HeldGroups, asked: Container[str]) -> None:
         """Drops whole groups that nobody has asked for and that are long stale."""

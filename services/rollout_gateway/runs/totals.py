@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.messages import stats_from_proto, stats_to_proto, versions_to_proto
-from paceline.trajectory import SpeculationStats
+from paceline.trajectory import SpeculationStats, equal_rewards
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from rollout_gateway.gateway import Gateway
@@ -32,7 +32,7 @@ class Totals:
         self._shares = [rpb.ShareDone(worker_index=index) for index in range(workers)]
         self._stats = SpeculationStats()
         self._siblings = Counter(groups)  # that have not ended, by group
-        self._scored = dict.fromkeys(self._siblings, 0)  # sessions by group
+        self._rewards = {group: list[float]() for group in self._siblings}  # of scored sessions
         self.finished = rpb.TasksFinished()
 
     def idle_shares(self) -> list[rpb.ShareDone]:
@@ -49,7 +49,7 @@ class Totals:
         if sample.group_id in self._siblings:
             self._siblings[sample.group_id] -= 1
             if not self._siblings[sample.group_id]:
-                yield self._closed(sample.group_id)
+                yield rpb.RunTasksResponse(closed=self._closed(sample.group_id))
         self._left[sample.worker_index] -= 1
         if not self._left[sample.worker_index]:
             yield rpb.RunTasksResponse(share=share)
@@ -62,11 +62,11 @@ class Totals:
         """
         if not samples:
             return
-        self._scored.setdefault(group_id, 0)
+        self._rewards.setdefault(group_id, [])
         for sample in samples:
             self._add(sample)
             yield rpb.RunTasksResponse(sample=sample)
-        yield self._closed(group_id)
+        yield rpb.RunTasksResponse(closed=self._closed(group_id))
 
     def _add(self, sample: rpb.SampleFinished) -> None:
         share, finished = self._shares[sample.worker_index], self.finished
@@ -75,15 +75,19 @@ class Totals:
         finished.response_tokens += sample.response_tokens
         finished.scored += sample.HasField("reward")
         finished.unscored += not sample.HasField("reward")
-        if sample.group_id in self._scored:
-            self._scored[sample.group_id] += sample.HasField("reward")
+        if sample.group_id in self._rewards and sample.HasField("reward"):
+            self._rewards[sample.group_id].append(sample.reward.value)
         self._stats += stats_from_proto(sample.speculation)
         finished.speculation.CopyFrom(stats_to_proto(self._stats))
         finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
 
-    def _closed(self, group_id: str) -> rpb.RunTasksResponse:
-        closed = rpb.ClosedGroup(group_id=group_id, scored_sessions=self._scored[group_id])
-        return rpb.RunTasksResponse(closed=closed)
+    def _closed(self, group_id: str) -> rpb.ClosedGroup:
+        rewards = self._rewards[group_id]
+        return rpb.ClosedGroup(
+            group_id=group_id,
+            scored_sessions=len(rewards),
+            equal_rewards=equal_rewards(rewards),
+        )
 
     def share(self, worker: int) -> rpb.ShareDone:
         """What a worker whose slot is given away had done until now."""
@@ -97,10 +101,7 @@ class Totals:
         finished.versions.CopyFrom(versions_to_proto(gateway.weights.versions))
         finished.arms.extend(merge_arms(list((await gateway.router.healths()).values())))
         finished.regret = regret(finished.arms)
-        finished.closed_groups.extend(
-            rpb.ClosedGroup(group_id=group, scored_sessions=count)
-            for group, count in self._scored.items()
-        )
+        finished.closed_groups.extend(map(self._closed, self._rewards))
         return finished
 
 

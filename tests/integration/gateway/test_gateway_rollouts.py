@@ -134,6 +134,23 @@ async def test_training_ends_with_the_scored_sessions_of_each_group_and_an_evalu
     assert not evaluated.closed_groups
 
 
+async def test_a_group_says_whether_its_rewards_are_equal(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway() as served:
+        request = served.tasks_request(samples_per_task=8)
+        news = await run_tasks(served.stub, request)
+    rewards: dict[str, set[float]] = {}
+    for one in (one.sample for one in news if one.HasField("sample")):
+        rewards.setdefault(one.group_id, set()).add(one.reward.value)
+    told = {one.group_id: one.equal_rewards for one in news[-1].finished.closed_groups}
+    assert told == {group: len(found) < 2 for group, found in rewards.items()}
+    assert set(told.values()) == {True, False}
+    assert {
+        one.closed.group_id: one.closed.equal_rewards for one in news if one.HasField("closed")
+    } == told
+
+
 async def test_a_group_is_told_of_as_it_closes_before_the_others_have_ended(
     serve_gateway: Any,
 ) -> None:

@@ -82,7 +82,9 @@ def test_every_field_of_the_news_of_a_step_is_sent() -> None:
 
 
 def test_messages_and_errors_come_back_as_they_went() -> None:
-    train = Train(Sender("r", 7, 2, "proof", {"traceparent": "00-a-b-01"}), 7, [("g", 8)], 2.5, 4)
+    train = Train(
+        Sender("r", 7, 2, "proof", {"traceparent": "00-a-b-01"}), 7, [("g", 8)], ["g"], 2.5, 4
+    )
     back = MESSAGES.decode(MESSAGES.encode(train))
     assert isinstance(back, Train)
     assert (back.sender, [tuple(group) for group in back.groups]) == (train.sender, train.groups)

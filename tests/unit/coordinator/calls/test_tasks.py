@@ -129,3 +129,34 @@ def test_later_tasks_are_checked_at_the_start(tmp_path: Path) -> None:
     write_tasks(tmp_path / "few.jsonl", [Task("a", "1=", "1")])
     with pytest.raises(ConfigError, match="has too few tasks"):
         source(tmp_path, later={"from_step": 2, "tasks_path": str(tmp_path / "few.jsonl")})
+
+
+def test_a_later_round_asks_for_tasks_that_the_step_has_not_had_at_their_places(
+    tmp_path: Path,
+) -> None:
+    def drawn(step: int, number: int, *places: int) -> list[tuple[int, str, str]]:
+        tasks = source(tmp_path, tasks=9, dynamic_sampling_rounds=2)
+        request = tasks.step_request(step, 5, number, places)
+        return [(task.task_index, task.task_id, task.group_id) for task in request.tasks]
+
+    for step in range(6):
+        first, second = drawn(step, 1, 0, 1, 2), drawn(step, 2, 0, 1, 2)
+        assert len({task for _, task, _ in [*drawn(step, 0), *first, *second]}) == 9
+        assert len({group for _, _, group in [*drawn(step, 0), *first, *second]}) == 9
+        assert drawn(step, 1, 2) == first[2:], "whatever the other places do"
+        assert [place for place, _, _ in drawn(step, 2, 0, 2)] == [0, 2]
+    assert len({tuple(task for _, task, _ in drawn(step, 1, 0, 1, 2)) for step in range(6)}) > 1
+
+
+def test_the_tasks_of_a_step_do_not_depend_on_what_stood_in_for_others(tmp_path: Path) -> None:
+    for step in range(6):
+        plain = source(tmp_path, tasks=9).step_request(step, 1)
+        choosy = source(tmp_path, tasks=9, dynamic_sampling_rounds=2).step_request(step, 1)
+        assert plain.tasks == choosy.tasks
+
+
+def test_too_few_tasks_for_the_rounds_are_refused_with_the_number_that_they_allow(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"dynamic_sampling_rounds.*seen: 2; allowed: 0\.\.1"):
+        source(tmp_path, tasks=8, dynamic_sampling_rounds=2)

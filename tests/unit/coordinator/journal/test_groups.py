@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.journal.groups import FIGURE, ClosedGroups
+from coordinator.journal.groups import FIGURE, ClosedGroups, KnownGroup
 from coordinator.machine import events
 from coordinator.machine.events import Event
 from coordinator.machine.settings import RunSettings
@@ -31,13 +31,17 @@ def observed(
     return state, groups
 
 
+def sizes(groups: ClosedGroups, batch: list[Portion]) -> list[tuple[str, int]]:
+    return [(one.group_id, one.sessions) for one in groups.of(batch)]
+
+
 def finished(epoch: int, **closed: int) -> events.TasksFinished:
     return events.TasksFinished(2, epoch, {FIGURE: closed})
 
 
 def test_the_groups_of_a_step_are_those_that_closed_with_its_rollouts_in_order() -> None:
     _, groups = observed([*BEGUN, finished(1, b=2, a=0)])
-    assert list(groups.of(WHOLE).items()) == [("b", 2), ("a", 0)]
+    assert sizes(groups, WHOLE) == [("b", 2), ("a", 0)]
     for other in (1, -1):
         with pytest.raises(InternalError, match="not known"):
             groups.of([Portion(other)])
@@ -55,7 +59,7 @@ def test_the_next_step_has_groups_of_its_own() -> None:
         groups.of(WHOLE)  # trained
     epoch = observed([*happened, events.StepBegan(5, 1)])[0].rollouts.epoch
     _, groups = observed([*happened, events.StepBegan(5, 1), finished(epoch, c=1)])
-    assert groups.of([Portion(1)]) == {"c": 1}
+    assert sizes(groups, [Portion(1)]) == [("c", 1)]
     with pytest.raises(InternalError):
         groups.of(WHOLE)
     assert state.step == 1
@@ -65,9 +69,34 @@ def test_late_news_of_rollouts_that_were_begun_again_changes_nothing() -> None:
     again = [*BEGUN, events.WorkerLost(2, 1, 0)]
     epoch = observed(again)[0].rollouts.epoch
     _, groups = observed([*again, finished(1, old=9), finished(epoch, new=2), finished(1, old=9)])
-    assert groups.of(WHOLE) == {"new": 2}
+    assert sizes(groups, WHOLE) == [("new", 2)]
 
 
 def test_rollouts_that_told_of_no_group_leave_nothing_to_wait_for() -> None:
     _, groups = observed([*BEGUN, events.TasksFinished(2, 1)])
-    assert groups.of(WHOLE) == {}
+    assert groups.of(WHOLE) == []
+
+
+def test_what_is_left_out_of_a_place_goes_with_it_to_the_trainer() -> None:
+    settings = RunSettings(groups_per_step=2, dynamic_sampling_rounds=1)
+    begun: list[Event] = [
+        events.RunStarted(0, settings, VersionSet()),
+        events.StepBegan(1, 0),
+        events.TasksFinished(2, 1, {FIGURE: {"a": 2, "b": 3}}, 0b10),
+    ]
+    state, groups = observed(begun)
+    with pytest.raises(InternalError, match="not known"):
+        groups.of([Portion(1)])
+    last = events.TasksFinished(3, state.rollouts.epoch, {FIGURE: {"c": 4}}, 0b10)
+    _, groups = observed([*begun, last])
+    known = [KnownGroup(0, "a", 2), KnownGroup(1, "b", 3, True), KnownGroup(1, "c", 4, True)]
+    assert groups.of(WHOLE) == known
+    assert groups.of([Portion(0, 0b10)]) == known[1:]
+    again = ClosedGroups()
+    again.take_up(groups.kept())
+    assert again.of(WHOLE) == known
+
+
+def test_groups_of_equal_rewards_are_kept_where_no_others_are_drawn() -> None:
+    _, groups = observed([*BEGUN, events.TasksFinished(2, 1, {FIGURE: {"a": 2}}, 0b1)])
+    assert groups.of(WHOLE) == [KnownGroup(0, "a", 2)]

@@ -157,7 +157,7 @@ def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
     state, issued = run(State(), events.RunStarted(0, TWO, VersionSet()))
     assert issued == (commands.BeginStep(0),)
     state, issued = step(state, events.StepBegan(1, 0))
-    assert issued == (commands.RunTasks(0, 1, state.versions),)
+    assert issued == (commands.RunTasks(0, 1, state.versions, places=1),)
     assert tuple(state.slots) == (Slot(Holder.ENGINE, 1),) * 2
     assert tuple(state.workers) == (WorkerState.GENERATING,) * 2
 
@@ -501,7 +501,7 @@ def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() 
     state, issued = step(state, events.ServiceBack(4, Service.GATEWAY))
     assert issued == ()
     state, issued = step(state, events.Preempted(5, 2))
-    assert issued == (commands.RunTasks(0, state.epoch, state.versions),)
+    assert issued == (commands.RunTasks(0, state.epoch, state.versions, places=1),)
     assert tuple(state.workers) == (WorkerState.GENERATING,) * 2
     assert step(state, events.ShareDone(6, 1, 0)) == (
         state,
@@ -587,7 +587,7 @@ def test_nothing_that_befalls_the_drafter_trainer_ends_the_run(
 def test_a_lost_worker_gets_its_share_again_under_a_new_epoch_and_not_for_ever() -> None:
     state = begun()
     state, issued = step(state, events.WorkerLost(2, 1, 1))
-    assert issued == (commands.RunTasks(0, state.epoch, state.versions),)
+    assert issued == (commands.RunTasks(0, state.epoch, state.versions, places=1),)
     for _ in range(2):
         state, issued = step(state, events.WorkerLost(3, state.rollouts.epoch, 1))
     back = commands.HandBack(0, state.epoch, 0, policy=False)
@@ -604,7 +604,7 @@ def test_a_step_that_takes_too_long_fails_and_a_resumed_run_takes_it_up(what: st
     state, issued = step(state, events.Resumed(700, 2))
     assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
     state, issued = step(state, events.Deadline(702, 2, "preempt", 2.0))
-    assert issued == (commands.RunTasks(0, state.epoch, state.versions),)
+    assert issued == (commands.RunTasks(0, state.epoch, state.versions, places=1),)
 
 
 def test_a_run_that_fails_has_its_slots_given_back_under_a_new_epoch() -> None:

@@ -100,6 +100,33 @@ def wanted(
     return Wanted(step, version, tuple((group, size) for group in groups), deadline_s)
 
 
+async def test_a_group_that_others_stand_in_for_is_waited_for_dropped_and_counted() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(trajectory("a", 0), trajectory("a", 1), trajectory("b", 0, reward=0.0))
+    asked = replace(wanted("a", "b"), left_out=frozenset({"a"}))
+    collecting = asyncio.create_task(bench.batcher.collect(asked))
+    done, _ = await asyncio.wait({collecting}, timeout=0.05)
+    assert not done, "closed without a sibling"
+    await bench.append(trajectory("b", 1))
+    batch = await collecting
+    await bench.batcher.settle(batch.record)
+    assert [one.group_id for one in batch.trajectories] == ["b", "b"]
+    assert batch.record.dropped_groups == {"no_variance": 1}
+    assert bench.notes.dropped == {
+        str(trajectory("a", sample).key): "no_variance" for sample in (0, 1)
+    }
+
+
+async def test_a_step_of_nothing_but_groups_left_out_has_an_empty_batch() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(trajectory("a", 0), trajectory("a", 1))
+    asked = replace(wanted("a"), left_out=frozenset({"a"}))
+    batch = await bench.batcher.collect(asked)
+    assert (batch.trajectories, batch.record.dropped_groups) == ([], {"no_variance": 1})
+
+
 async def test_a_step_waits_for_all_siblings_and_is_sorted_by_task_and_sample() -> None:
     bench = Bench()
     await bench.batcher.open()
