@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.simulation.lengths import Recorded
+from paceline.tasks import TaskCursor, read_tasks
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 SPEC_VARIABLE = "PACELINE_BENCH_POLICY"
 """What a side is to do, as JSON."""
+SIBLINGS = 8
 PROMPT = 7
 """Tokens of the demo's prompts, about."""
 WIDE_VOCABULARY = 152_064
@@ -20,27 +23,25 @@ WIDE_VOCABULARY = 152_064
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A batch of `groups` groups of 8, of which `still` have no variance."""
+    """A batch of groups of SIBLINGS, of which the first `still` have no variance."""
 
-    groups: int
-    still: int
-    vocabulary: int
-    longest: int = 1 << 30
+    samples: str  # JSON file: [[tokens of the prompt, [token ids of a sample, ...]], ...] by group
+    still: int = 0
 
     def trajectories(self) -> list[Trajectory]:
         """The same at every call."""
-        draw, lengths, made = random.Random(7), Recorded.of_demo(), []
-        for group in range(self.groups):
-            for sample, tokens in enumerate(lengths.of_group(group, 8)):
-                generated = min(tokens, self.longest)
+        draw, made = random.Random(7), []
+        for group, (prompt, samples) in enumerate(json.loads(Path(self.samples).read_text())):
+            for number, token_ids in enumerate(samples):
                 right = float(group < self.still or draw.random() < 0.5)
-                made.append(self._trajectory(group, sample, generated, right, draw))
+                made.append(self._trajectory(group, number, prompt, token_ids, right))
         return made
 
     def _trajectory(
-        self, group: int, sample: int, generated: int, reward: float, draw: random.Random
+        self, group: int, sample: int, prompt: int, token_ids: list[int], reward: float
     ) -> Trajectory:
-        length = PROMPT + generated
+        length = len(token_ids)
+        generated = length - prompt
         return Trajectory(
             key=BranchKey("bench", f"{group}.{sample}"),
             step=0,
@@ -49,14 +50,56 @@ class Work:
             group_size=8,
             task_index=group,
             sample_index=sample,
-            token_ids=tuple(draw.randrange(self.vocabulary) for _ in range(length)),
-            loss_mask=(0,) * PROMPT + (1,) * generated,
-            behavior_logprobs=(0.0,) * PROMPT + (-1.0,) * generated,
-            version_spans=(VersionSpan(PROMPT, length, 0),),
+            token_ids=tuple(token_ids),
+            loss_mask=(0,) * prompt + (1,) * generated,
+            behavior_logprobs=(0.0,) * prompt + (-1.0,) * generated,
+            version_spans=(VersionSpan(prompt, length, 0),),
             reward=reward,
             seed=0,
             temperature=1.0,
         )
+
+
+def demo_samples(file: Path, groups: int, policy: str = "policy_start") -> Path:
+    """Writes what a policy of the demo says to the first tasks of a run, by transformers."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from paceline.training.hugging_face import load_causal_lm
+
+    model, found = demo_folder() / policy, []
+    tokenizer, lm = AutoTokenizer.from_pretrained(model), load_causal_lm(model, torch.float32)
+    torch.manual_seed(7)
+    for task in TaskCursor(read_tasks(demo_folder() / "tasks_train.jsonl"), 0).draw(groups):
+        prompt = tokenizer(task.prompt, return_tensors="pt").input_ids
+        drawn = lm.generate(
+            prompt.repeat(SIBLINGS, 1),
+            attention_mask=torch.ones_like(prompt).repeat(SIBLINGS, 1),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=96,
+            pad_token_id=lm.config.pad_token_id,
+        )
+        ends = (drawn == lm.config.eos_token_id).long()
+        lengths = torch.where(ends.any(1), ends.argmax(1) + 1, drawn.shape[1]).tolist()
+        samples = [one[:length] for one, length in zip(drawn.tolist(), lengths, strict=True)]
+        found.append([prompt.shape[1], samples])
+    file.write_text(json.dumps(found))
+    return file
+
+
+def random_samples(file: Path, groups: int, vocabulary: int) -> Path:
+    """Writes random answers of the demo's lengths to random prompts."""
+    draw, lengths, found = random.Random(7), Recorded.of_demo(), []
+    for group in range(groups):
+        prompt = [draw.randrange(vocabulary) for _ in range(PROMPT)]
+        answers = [
+            [draw.randrange(vocabulary) for _ in range(n)]
+            for n in lengths.of_group(group, SIBLINGS)
+        ]
+        found.append([PROMPT, [prompt + answer for answer in answers]])
+    file.write_text(json.dumps(found))
+    return file
 
 
 def demo_model() -> Path:

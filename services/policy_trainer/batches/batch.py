@@ -1,7 +1,7 @@
 """Lays trajectories out as tensors: a batch, and its packed micro-batches.
 
 Shape letters: B trajectories, N tokens of all trajectories, T trained ones of them, R rows, W row
-width, M trained tokens of a micro-batch.
+width, M trained tokens of a micro-batch, U different ones of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from paceline.trajectory import Trajectory
+from policy_trainer.batches.prefixes import Tokens, TreeRow
+
+_NONE = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,11 @@ class TrainBatch:
         """What a trajectory counts in its group: one over the branches of its session."""
         return 1.0 / torch.bincount(self.sessions, minlength=1)[self.sessions].float()
 
+    def inputs(self, numbers: Iterable[int]) -> list[Tokens]:
+        """The tokens of trajectories but their last ones, which are only ever targets."""
+        ids, starts = self.token_ids.numpy(), self.starts
+        return [ids[starts[i] : starts[i + 1] - 1] for i in numbers]
+
     @property
     def starts(self) -> list[int]:
         """Number of each trajectory's first token, and of the one after the last."""
@@ -49,14 +57,17 @@ class TrainBatch:
 class MicroBatch:
     """Packed rows and their trained tokens.
 
-    A padding token has position 0, a document of its own.
+    Trained tokens of several trajectories that follow the same tokens are predicted once.
     """
 
     input_ids: Int[Tensor, "R W"]
     position_ids: Int[Tensor, "R W"]
-    predict_at: Int[Tensor, " M"]  # flat index into R * W of the token before each trained token
-    targets: Int[Tensor, " M"]
-    temperatures: Float[Tensor, " M"]
+    # behind the last token that attends to each (prefixes.py); None: each row is one trajectory
+    subtree_ends: Int[Tensor, "R W"] | None
+    predict_at: Int[Tensor, " U"]  # flat index into R * W of the token before each prediction
+    targets: Int[Tensor, " U"]
+    temperatures: Float[Tensor, " U"]
+    predictions: Int[Tensor, " M"]  # which of the U is of each trained token
     tokens: Int[Tensor, " M"]  # which of the batch's T
     sequences: Int[Tensor, " M"]  # number of the trajectory, from 0 within the micro-batch
     positions: Int[Tensor, " M"]  # of the trained token in its trajectory
@@ -97,43 +108,61 @@ def make_batch(trajectories: Sequence[Trajectory], policy_version: int) -> Train
     )
 
 
-def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroBatch:
+def make_micro_batch(
+    batch: TrainBatch, rows: Sequence[Sequence[int]], *, shares: bool = True
+) -> MicroBatch:
     """Packs the trajectories of `rows`; without rows, one padding token without a trained one (a
-    rank with nothing to do still joins the collectives).
+    rank with nothing to do still joins the collectives). `shares`: neighbours of a group share what
+    they begin with.
     """
-    lengths, starts = batch.lengths.tolist(), batch.starts
-    ends = torch.searchsorted(batch.owners, torch.arange(len(lengths)), right=True).tolist()
-    width = max([1, *(sum(lengths[i] - 1 for i in row) for row in rows)])
-    shape = (max(1, len(rows)), width)
-    input_ids = torch.zeros(shape, dtype=torch.int64)
-    position_ids = torch.zeros(shape, dtype=torch.int64)
-    empty = torch.zeros(0, dtype=torch.int64)
-    predict_at, tokens, sequences, positions = [empty], [empty], [empty], [empty]
+    starts = batch.starts
+    groups = batch.groups.tolist() if shares else list(range(len(batch.groups)))
+    ends = torch.searchsorted(batch.owners, torch.arange(len(groups)), right=True).tolist()
+    layouts = [TreeRow() for _ in rows] or [TreeRow()]
+    tokens, sequences, positions, before = [_NONE], [_NONE], [_NONE], []
     for r, row in enumerate(rows):
-        column = 0
-        for i in row:
-            inputs = lengths[i] - 1  # the last token is only ever a target
-            input_ids[r, column : column + inputs] = batch.token_ids[starts[i] : starts[i] + inputs]
-            position_ids[r, column : column + inputs] = torch.arange(inputs)
+        for i, inputs in zip(row, batch.inputs(row), strict=True):
+            columns = torch.from_numpy(layouts[r].add(inputs, groups[i]))
             own = torch.arange(ends[i - 1] if i else 0, ends[i])
             position = batch.trained[own] - starts[i]
-            predict_at.append(position - 1 + r * width + column)
+            before.append((r, columns[position - 1]))
             tokens.append(own)
             sequences.append(torch.full_like(own, len(sequences) - 1))
             positions.append(position)
-            column += inputs
 
+    width = max(1, *(layout.width for layout in layouts))
+    filled = zip(*(layout.padded(width) for layout in layouts), strict=True)
+    input_ids, position_ids, subtree_ends = (torch.from_numpy(np.stack(part)) for part in filled)
     token = torch.cat(tokens)
+    at = torch.cat([_NONE, *(r * width + columns for r, columns in before)])
+    distinct, predictions = _distinct(
+        at, batch.token_ids[batch.trained[token]], batch.temperatures[batch.owners[token]]
+    )
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        predict_at=torch.cat(predict_at),
-        targets=batch.token_ids[batch.trained[token]],
-        temperatures=batch.temperatures[batch.owners[token]],
+        subtree_ends=None if bool((subtree_ends == width).all()) else subtree_ends,
+        predict_at=distinct[0],
+        targets=distinct[1],
+        temperatures=distinct[2],
+        predictions=predictions,
         tokens=token,
         sequences=torch.cat(sequences),
         positions=torch.cat(positions),
     )
+
+
+def _distinct(
+    at: Int[Tensor, " M"], targets: Int[Tensor, " M"], temperatures: Float[Tensor, " M"]
+) -> tuple[tuple[Tensor, Tensor, Tensor], Int[Tensor, " M"]]:
+    """The different ones of these triples, and which of them each is."""
+    heats, heat = temperatures.unique(return_inverse=True)
+    vocabulary = int(targets.max()) + 1 if len(targets) else 1
+    names, which = ((at * vocabulary + targets) * max(1, len(heats)) + heat).unique(
+        return_inverse=True
+    )
+    first = torch.zeros_like(names).scatter_(0, which, torch.arange(len(which)))
+    return (at[first], targets[first], temperatures[first]), which
 
 
 def _flat(parts: Sequence[Sequence[Any]], dtype: type[np.generic]) -> np.ndarray[Any, Any]:

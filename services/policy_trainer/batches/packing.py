@@ -1,9 +1,9 @@
-"""Plans which trajectory goes to which rank, row and micro-batch, in plain integers.
+"""Plans which unit goes to which rank, row and micro-batch, in plain integers.
 
-Several trajectories share a row: their positions restart at 0, which is what the attention mask
-reads as a document boundary. Rows are short (`row_tokens`), because attention inside a row is
-computed for the whole row and then masked; a longer trajectory has a row of its own. Rows lie with
-those of their length, because a micro-batch is as wide as its widest.
+What is planned are units: trees of trajectories that begin alike (prefixes.py), or trajectories.
+Rows are short (`row_tokens`), because attention inside a row is computed for the whole row and then
+masked; a longer trajectory has a row of its own. Rows lie with those of their length, because a
+micro-batch is as wide as its widest.
 """
 
 from __future__ import annotations

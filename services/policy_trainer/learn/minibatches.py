@@ -14,6 +14,7 @@ from paceline.training.process import on_device
 from policy_trainer.algorithms.aggregation import token_weights
 from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from policy_trainer.batches.packing import plan_micro_batches
+from policy_trainer.batches.prefixes import Unit, prefix_units
 from policy_trainer.config import PolicyTrainerConfig
 
 
@@ -33,6 +34,7 @@ class Packer:
     def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh) -> None:
         self._config = config
         self._mesh = mesh
+        self._shares = config.attention != "flash"  # which knows documents alone
 
     def micro_batches(self, batch: TrainBatch, chosen: Bool[Tensor, " B"]) -> Iterator[MicroBatch]:
         """This rank's, as many as every other's, some perhaps empty; trajectories without a trained
@@ -40,15 +42,24 @@ class Packer:
         """
         owned = torch.bincount(batch.owners, minlength=len(chosen)) > 0
         numbers = (chosen & owned).nonzero().flatten().tolist()
+        units = self._units(batch, numbers)
         plan = plan_micro_batches(
-            [int(batch.lengths[i]) - 1 for i in numbers],
+            [unit.tokens for unit in units],
             world_size=self._mesh.size(),
             row_tokens=self._config.row_tokens,
             tokens_per_micro_batch=self._config.tokens_per_micro_batch,
         )
         for rows in plan[self._mesh.get_rank()]:
-            packed: Sequence[Sequence[int]] = [[numbers[i] for i in row] for row in rows]
-            yield on_device(make_micro_batch(batch, packed), self._mesh.device_type)
+            packed = [[numbers[i] for u in row for i in units[u].members] for row in rows]
+            micro = make_micro_batch(batch, packed, shares=self._shares)
+            yield on_device(micro, self._mesh.device_type)
+
+    def _units(self, batch: TrainBatch, numbers: Sequence[int]) -> list[Unit]:
+        inputs = batch.inputs(numbers)
+        if not self._shares:
+            return [Unit((i,), len(own)) for i, own in enumerate(inputs)]
+        groups = batch.groups[list(numbers)].tolist()
+        return prefix_units(inputs, groups, self._config.row_tokens)
 
 
 def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:

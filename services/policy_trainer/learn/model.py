@@ -1,6 +1,6 @@
 """Loads the policy and its critic, and runs them over packed rows.
 
-Shape letters: R rows, W row width, M trained tokens, D hidden size.
+Shape letters: R rows, W row width, M trained tokens, U different ones, D hidden size.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from policy_trainer.batches.batch import MicroBatch
 from policy_trainer.learn.head import head_logprobs
@@ -23,9 +25,7 @@ class PolicyModel(nn.Module):
     """A transformers causal language model whose forward ends in log-probs at the trained positions
     only.
 
-    The decoder runs with position ids and without an attention mask: transformers reads a position
-    that does not continue its left neighbour as the start of a new document and masks attention
-    across it.
+    A trained token that several trajectories share is predicted once.
     """
 
     def __init__(self, lm: Any, chunk_rows: int = HEAD_ROWS) -> None:
@@ -42,13 +42,14 @@ class PolicyModel(nn.Module):
         """
         hidden = hidden_rows(self.lm.model, micro)
         rows = hidden / micro.temperatures[:, None]
-        return head_logprobs(
+        logprobs, entropy = head_logprobs(
             rows.to(hidden.dtype),
             self.lm.lm_head,
             micro.targets,
             chunk_rows=self._chunk_rows,
             entropy_gradient=entropy_gradient,
         )
+        return logprobs[micro.predictions], entropy[micro.predictions]
 
     def layers(self) -> list[nn.Module]:
         """Decoder layers, the units of sharding."""
@@ -71,7 +72,8 @@ class ValueModel(nn.Module):
     def forward(self, micro: MicroBatch) -> Float[Tensor, " M"]:
         """Value before each trained token is drawn, in fp32."""
         value: Tensor = self.head(hidden_rows(self.decoder, micro))
-        return value.float().sum(-1)  # of one; no view, which FSDP2 does not hook
+        value = value.float().sum(-1)  # of one; no view, which FSDP2 does not hook
+        return value[micro.predictions]
 
     def layers(self) -> list[nn.Module]:
         """Decoder layers, the units of sharding."""
@@ -82,16 +84,35 @@ class ValueModel(nn.Module):
         return {one: f"model.{name}" for name, one in self.decoder.named_parameters()}
 
 
-def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "M D"]:
+def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "U D"]:
     """Last hidden states at the positions that predict a trained token."""
-    ids, positions = micro.input_ids, micro.position_ids
-    if decoder.config._attn_implementation == KERNELS["flash"]:
-        # It takes documents of any length, and finds them in a single row only.
+    ids, positions, mask = micro.input_ids, micro.position_ids, None
+    kernel = decoder.config._attn_implementation
+    if kernel == KERNELS["flash"]:
+        # It takes documents of any length, and finds them by their positions in a single row only.
         ids, positions = ids.view(1, -1), positions.view(1, -1)
+    elif micro.subtree_ends is not None:
+        mask = tree_mask(micro.subtree_ends, blocks=kernel == KERNELS["flex"])
     hidden: Tensor = decoder(
-        input_ids=ids, position_ids=positions, use_cache=False
+        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
     ).last_hidden_state
     return hidden.flatten(0, 1)[micro.predict_at]
+
+
+def tree_mask(subtree_ends: Int[Tensor, "R W"], *, blocks: bool) -> Any:
+    """Which tokens of its row each one attends to, bool [R, 1, W, W]; in blocks as flex takes it.
+
+    Transformers takes either as it is.
+    """
+    rows, width = subtree_ends.shape
+
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < subtree_ends[row, key])
+
+    if blocks:
+        return create_block_mask(attends, rows, None, width, width, subtree_ends.device)
+    at = torch.arange(width, device=subtree_ends.device)
+    return (at <= at[:, None]) & (at[:, None] < subtree_ends[:, None, None, :])
 
 
 def policy_on_meta(
