@@ -34,10 +34,20 @@ class SamplingConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """Evaluations, made outside the timed steps with fixed seeds at temperature 1."""
+    """Evaluations, made outside the timed steps with fixed seeds."""
 
     heldout_prompts: int = Field(default=512, ge=1)
-    """Held-out prompts for the accuracy: the first so many of heldout_path, one sample each."""
+    """Held-out prompts for the accuracy: the first so many of heldout_path."""
+    samples: int = Field(default=1, ge=1)
+    """Samples of each: the accuracy is avg@k, and of several there is pass@2, pass@4 and so on."""
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    """Softmax temperature of these samples; 0: greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass of these samples."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of such a response at most; empty: as in training."""
+    solved_above: float = 0.5
+    """Reward above which a sample has solved its task."""
     every: int = Field(default=0, ge=0)
     """RL steps between two accuracies; 0 measures at the start and the end only."""
     forced_arm: str = ""
@@ -184,6 +194,12 @@ class CoordinatorConfig(ServiceConfig):
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
+        if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
+            raise ConfigError(
+                "greedy samples of a task are all the same; coordinator.evaluation.samples",
+                seen=self.evaluation.samples,
+                allowed="1, or coordinator.evaluation.temperature above 0",
+            )
         check_trackers(self.trackers)
         self._check_tracks()
         if not self.heldout_path:

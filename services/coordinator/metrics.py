@@ -48,7 +48,8 @@ EVALUATION = Gauge(
     "paceline.coordinator.evaluation",
     "1",
     ("kind",),
-    "last value on held-out tasks; kind: accuracy, or probe, an acceptance length",
+    "last value on held-out tasks; kind: accuracy, with several samples a task also pass@2 and so "
+    "on and accuracy_se, its standard error; or accept_length_probe",
 )
 POINTS_DROPPED = Counter(
     "paceline.coordinator.points_dropped",

@@ -18,6 +18,7 @@ from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
 from coordinator.journal.journal import TOGETHER, Journal
+from coordinator.journal.records import values_of
 from coordinator.machine import commands, events
 from coordinator.machine.choice import Choice
 from coordinator.machine.commands import Command
@@ -153,10 +154,10 @@ class Runner:
         """Their transitions, and what follows from them."""
         for one in await self.transitions.apply(*happened):
             self.stall.observe(one.event, one.after)
-            if isinstance(one.event, events.EvaluationDone) and one.event.value is not None:
-                kind, value = one.event.kind.value, one.event.value
-                EVALUATION.record(value, kind=kind)
-                self._tracking.evaluated(one.after.step, kind, value)
+            if isinstance(one.event, events.EvaluationDone):
+                for kind, value in values_of(one.event).items():
+                    EVALUATION.record(value, kind=kind)
+                    self._tracking.evaluated(one.after.step, kind, value)
             asked = self._asked.get(id(one.event))
             if asked is not None and not asked.done():
                 asked.set_result(one.before)

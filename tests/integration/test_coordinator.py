@@ -52,6 +52,7 @@ from paceline.local import news
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.report.journal import copy_journal, read_history
 from paceline.rpc import EpochGuard, channel
 from paceline.rpc.progress import ask_progress
 from paceline.streams import connect
@@ -643,6 +644,27 @@ async def test_a_probe_that_the_engine_cannot_make_is_left_out(
         ("accuracy", 0.0),
         ("accept_length_probe", None),
     ] * 2
+
+
+async def test_an_evaluation_of_several_samples_tells_what_one_of_them_is_enough_for(
+    redis_url: str, tmp_path: Path
+) -> None:
+    more = {"evaluation.samples": 4, "evaluation.temperature": 0.7, "steps": 1}
+    async with running_peers(script := Script(bubbles=False)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, **more))
+        await run_to_end(config)
+    asked = [one for one in script.rollouts if one.purpose != PURPOSE_TRAIN]
+    assert {one.samples_per_task for one in asked} == {1, 4}
+    assert script.evaluations == [0.5], "the best checkpoint is chosen by the accuracy"
+    client = connect(config.redis.durable_url)
+    await copy_journal(client, config.run.id, tmp_path / "journal.jsonl")
+    await client.aclose()
+    history = read_history(tmp_path / "journal.jsonl")
+    (record,) = history.records
+    assert record.evaluations["accuracy"] == 0.5
+    assert record.evaluations["pass@2"] == pytest.approx(5 / 6), "2 of 4 samples are right"
+    assert history.widest_pass == "pass@4"
+    assert history.evaluated("pass@4") == [(0, 1.0), (1, 1.0)]
 
 
 async def test_a_candidate_that_cannot_be_served_is_left_out_of_the_set(

@@ -13,7 +13,7 @@ from paceline.cli.up import event_line
 from paceline.cli.watch import RunState
 from paceline.local.launch import ChildEvent
 from paceline.local.services import SERVICES
-from paceline.report.journal import ACCURACY, PROBE
+from paceline.report.journal import ACCURACY, PROBE, widest_pass
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _PACE_S = 1800.0
@@ -115,9 +115,11 @@ def step_line(record: StepRecord, total: int) -> str:
         f"p{record.versions.policy}.d{record.versions.drafter}",
         f"{record.step_s:.2f} s",
     ]
+    shown = (ACCURACY, widest_pass(record.evaluations), PROBE)
     parts += [
-        f"{_EVALUATIONS.get(name, name)} {value:.3f}"
-        for name, value in sorted(record.evaluations.items())
+        f"{_EVALUATIONS.get(name, name)} {record.evaluations[name]:.3f}"
+        for name in shown
+        if name in record.evaluations
     ]
     return "  ".join(parts)
 

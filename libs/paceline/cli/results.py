@@ -61,6 +61,10 @@ def print_results(summary: Summary, files: RunFiles, console: Console) -> None:
     table.add_row(
         "held-out accuracy", _number(summary["accuracy_first"]), _number(summary["accuracy_last"])
     )
+    if widest := summary.get("pass_name"):
+        table.add_row(
+            f"held-out {widest}", _number(summary["pass_first"]), _number(summary["pass_last"])
+        )
     table.add_row(
         "acceptance length",
         _number(summary["accept_len_first"], 2),

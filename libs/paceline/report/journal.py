@@ -25,6 +25,7 @@ from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.whole_files import write_whole
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
+PASSED_AT = "pass@"
 PAUSED = "paused"
 """Phase of a run that an operator lets rest."""
 
@@ -34,7 +35,8 @@ class RunHistory:
     """What happened in a run."""
 
     records: tuple[StepRecord, ...]  # by step
-    evaluations: Mapping[str, Mapping[int, float]]  # by kind; values by number of finished steps
+    # by kind, or by what an evaluation of several samples tells; values by number of finished steps
+    evaluations: Mapping[str, Mapping[int, float]]
     served: tuple[VersionSet, ...]  # in the order in which they began to serve
     intervals: tuple[SlotInterval, ...]
     windows: tuple[StepWindow, ...]
@@ -54,6 +56,20 @@ class RunHistory:
     def evaluated(self, kind: str) -> list[tuple[int, float]]:
         """(finished steps, value) of one kind, in order; a repeated one counts once."""
         return sorted(self.evaluations.get(kind, {}).items())
+
+    @property
+    def widest_pass(self) -> str:
+        """The name of pass@k with the largest k that was evaluated; empty where none was."""
+        return widest_pass(self.evaluations)
+
+
+def widest_pass(names: Iterable[str]) -> str:
+    """Of the names of evaluations, pass@k with the largest k; empty where there is none."""
+    return max((one for one in names if one.startswith(PASSED_AT)), key=_samples, default="")
+
+
+def _samples(name: str) -> int:
+    return int(name.removeprefix(PASSED_AT))
 
 
 async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
@@ -144,7 +160,9 @@ class _Told:
             if self.served[-1:] != [versions]:
                 self.served.append(versions)
         elif event == "EvaluationDone" and data.get("value") is not None:
-            self._evaluated(int(entry["step"]), str(data["kind"]), float(data["value"]))
+            more = data.get("details", {}).get("figures") or {}
+            for kind, value in {str(data["kind"]): data["value"], **more}.items():
+                self._evaluated(int(entry["step"]), kind, float(value))
         elif event in ("Detached", "GatePromoted", "GateDecided"):
             self._count(event, data)
 

@@ -207,11 +207,14 @@ def _by_step(
 def _learning(history: RunHistory) -> str:
     rewards = _by_step(history.records, lambda record: record.reward_mean)
     accuracy = [(float(step), value) for step, value in history.evaluated(ACCURACY)]
+    widest = history.widest_pass
+    passed = [(float(step), value) for step, value in history.evaluated(widest)]
     return line_chart(
         [
             Series("reward of a step", rewards, "c0", faint=True),
             Series("reward", running_mean(rewards, _SMOOTH), "c0"),
             Series("held-out accuracy", accuracy, "c1", dots=True),
+            *([Series(f"held-out {widest}", passed, "c2", dots=True)] if passed else []),
         ],
         y_label="reward and accuracy",
         y_min=0.0,

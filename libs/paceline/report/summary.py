@@ -45,7 +45,7 @@ def summarize(
         "wall_s": history.ended_s - history.began_s - history.away_s,
         "reward_first": mean([record.reward_mean for record in records[:WINDOW]]),
         "reward_last": mean([record.reward_mean for record in records[-WINDOW:]]),
-        **_ends("accuracy", history.evaluated(ACCURACY)),
+        **_heldout(history),
         "tokens_per_s": ratio(sum(record.response_tokens for record in records), rollout_s),
         "tokens_per_s_last": ratio(
             sum(r.response_tokens for r in tail), sum(r.rollout_s for r in tail)
@@ -99,6 +99,14 @@ def _mismatch(records: Sequence[StepRecord]) -> dict[str, float | None]:
     """Means over the steps that measured a figure; None where none did."""
     return {
         name: mean([one.policy[name] for one in records if name in one.policy]) for name in MISMATCH
+    }
+
+
+def _heldout(history: RunHistory) -> Summary:
+    return {
+        **_ends("accuracy", history.evaluated(ACCURACY)),
+        "pass_name": history.widest_pass or None,
+        **_ends("pass", history.evaluated(history.widest_pass)),
     }
 
 

@@ -85,11 +85,6 @@ def _figure(value: Any) -> Figure:
     return dict(value) if isinstance(value, Mapping) else tuple(value)
 
 
-def accuracy(samples: Sequence[SampleFinished]) -> float:
-    """Share of samples with a reward above one half; a sample without a reward is not right."""
-    return sum(sample.reward.value > 0.5 for sample in samples) / len(samples) if samples else 0.0
-
-
 def accept_length(stats: SpeculationStats) -> float:
     """Mean tokens of a drafted round, bonus token included; 0 when nothing was drafted."""
     return stats.drafted_round_tokens / stats.drafted_rounds if stats.drafted_rounds else 0.0

@@ -9,15 +9,15 @@ from coordinator.calls.checkpoints import keep_if_best
 from coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
-    accuracy,
     pulls,
     rollout_figures,
     round_costs,
 )
 from coordinator.calls.slots import resume
+from coordinator.calls.solved import accuracy, pass_figures
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
-from coordinator.machine.events import Event, Figure
+from coordinator.machine.events import PASSED, Event, Figure
 from coordinator.machine.rollout import bits
 from coordinator.machine.settings import KEPT, RunSettings, Schedule
 from coordinator.machine.state import Evaluation, Service
@@ -176,10 +176,12 @@ def _evaluation_done(
     samples: FinishedSamples,
     finished: rollout_pb2.TasksFinished,
 ) -> events.EvaluationDone:
+    settings, passed = calls.config.evaluation, None
     if command.kind is Evaluation.PROBE:
         value = accept_length(finished.speculation) or None
     else:
-        value = accuracy(samples.ordered)
+        value = accuracy(samples.ordered, settings.solved_above)
+        passed = pass_figures(samples.ordered, settings.samples, settings.solved_above)
     figures: dict[str, Figure] = {
         "finished_steps": command.step,
         "samples": len(samples.ordered),
@@ -188,4 +190,6 @@ def _evaluation_done(
         "policy_version": finished.versions.policy,
         "drafter_version": finished.versions.drafter,
     }
+    if passed:
+        figures[PASSED] = passed
     return events.EvaluationDone(calls.now(), command.epoch, command.kind, value, figures)

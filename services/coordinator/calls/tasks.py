@@ -125,12 +125,23 @@ class TaskSource:
             context=leased(config.security, config.run.id, 0, epoch),
             purpose=PURPOSE_EVAL,
             tasks=_specs(enumerate(tasks), f"{kind.value}-{finished_steps}-{epoch}"),
-            samples_per_task=1,
-            sampling=SamplingParams(temperature=1.0, max_tokens=config.sampling.max_tokens),
+            samples_per_task=1 if probe else evaluation.samples,
+            sampling=self._evaluation_sampling(probe=probe),
             run_seed=EVALUATION_SEED,
             environment=environment,
             reward=reward,
             forced_arm=evaluation.probe_arm if probe else evaluation.forced_arm,
+        )
+
+    def _evaluation_sampling(self, *, probe: bool) -> SamplingParams:
+        """The probe draws as training does, at temperature 1."""
+        evaluation, most = self._config.evaluation, self._config.sampling.max_tokens
+        if probe:
+            return SamplingParams(temperature=1.0, max_tokens=most)
+        return SamplingParams(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p if evaluation.top_p < 1 else 0.0,
+            max_tokens=evaluation.max_tokens or most,
         )
 
 

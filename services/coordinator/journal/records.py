@@ -181,7 +181,7 @@ class StepRecords:
         self._pulls = pulls or self._pulls
         if event.value is None or not self.finished or after.step == 0:
             return None
-        self.finished[-1].evaluations[event.kind.value] = event.value
+        self.finished[-1].evaluations.update(values_of(event))
         return self.finished[-1]
 
     def _close(self, event: events.Committed, before: State) -> StepRecord:
@@ -214,6 +214,14 @@ class StepRecords:
             self._waits_since = event.at_s
         if was is Phase.DRAFTER and now is Phase.COMMIT:
             self._of(before).preempt_wait_s += event.at_s - self._waits_since
+
+
+def values_of(event: events.EvaluationDone) -> dict[str, float]:
+    """What an evaluation is worth, by kind and by the further figures that it has."""
+    passed = event.details.get(events.PASSED)
+    more = passed if isinstance(passed, Mapping) else {}
+    own = {} if event.value is None else {event.kind.value: event.value}
+    return {**own, **{name: float(value) for name, value in more.items()}}
 
 
 def _number(details: Mapping[str, Any], name: str) -> float:

@@ -16,6 +16,8 @@ from paceline.trajectory import VersionSet
 
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
 Details = Mapping[str, Figure]
+PASSED = "figures"
+"""Where the details of EvaluationDone have what an evaluation of several samples a task tells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,3 +117,9 @@ def test_services_that_are_away_are_named_once_with_what_the_run_does() -> None:
         "all services answer again",
         "away: drafter_trainer; the run goes on without it",
     ]
+
+
+def test_of_several_samples_a_step_shows_accuracy_and_the_widest_pass() -> None:
+    told = {"accuracy": 0.5, "pass@2": 0.6, "pass@16": 0.9, "pass@4": 0.7, "accuracy_se": 0.01}
+    line = step_line(record(4, evaluations=told), 10)
+    assert line.endswith("held-out accuracy 0.500  pass@16 0.900")

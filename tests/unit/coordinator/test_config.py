@@ -114,3 +114,18 @@ def test_schedules_and_placements_that_contradict_other_settings_are_refused(
     config = load_config(CoordinatorConfig, "coordinator", [], ["tasks_path=t.jsonl", *words])
     with pytest.raises(ConfigError, match=says):
         config.check()
+
+
+def test_greedy_samples_of_a_task_are_refused_since_they_are_all_the_same() -> None:
+    evaluation = {"samples": 4, "temperature": 0.0}
+    config = CoordinatorConfig.model_validate({"tasks_path": "t.jsonl", "evaluation": evaluation})
+    with pytest.raises(ConfigError, match=r"greedy samples .*seen: 4; allowed: 1"):
+        config.check()
+
+
+def test_open_traffic_has_no_tasks_to_draw_again() -> None:
+    config = CoordinatorConfig.model_validate(
+        {"environment": "external", "reward": "agent", "dynamic_sampling_rounds": 1}
+    )
+    with pytest.raises(ConfigError, match="dynamic_sampling_rounds=1; allowed: 0, or tasks_path"):
+        config.check()

@@ -10,7 +10,6 @@ import pytest
 from coordinator.calls.drafter_trainer import gate_figures
 from coordinator.calls.figures import (
     FinishedSamples,
-    accuracy,
     pulls,
     quantile,
     rollout_figures,
@@ -95,11 +94,6 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
     assert figures["length_quantiles"] == (6, 8, 8)
     assert figures["closed_groups"] == {"a": 2, "b": 0}
     assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]
-
-
-def test_a_sample_without_reward_is_not_right() -> None:
-    assert accuracy([sample("a", 0, reward=Reward(value=1.0)), sample("a", 1)]) == 0.5
-    assert accuracy([]) == 0.0
 
 
 @pytest.mark.parametrize(

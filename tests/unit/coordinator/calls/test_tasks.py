@@ -160,3 +160,23 @@ def test_too_few_tasks_for_the_rounds_are_refused_with_the_number_that_they_allo
 ) -> None:
     with pytest.raises(ConfigError, match=r"dynamic_sampling_rounds.*seen: 2; allowed: 0\.\.1"):
         source(tmp_path, tasks=8, dynamic_sampling_rounds=2)
+
+
+def test_an_evaluation_has_samples_and_sampling_of_its_own_and_the_probe_has_not(
+    tmp_path: Path,
+) -> None:
+    own = {"heldout_prompts": 6, "samples": 4, "temperature": 0.6, "top_p": 0.95, "max_tokens": 99}
+    made = source(tmp_path, evaluation=own, sampling={"max_tokens": 50})
+    asked = made.evaluation_request(Evaluation.ACCURACY, 3, 1)
+    sampling = asked.sampling
+    assert (asked.samples_per_task, sampling.max_tokens) == (4, 99)
+    assert (sampling.temperature, sampling.top_p) == pytest.approx((0.6, 0.95))
+    probe = made.evaluation_request(Evaluation.PROBE, 3, 1)
+    assert (probe.samples_per_task, probe.sampling.temperature, probe.sampling.max_tokens) == (
+        *(1, 1.0),
+        50,
+    )
+    plain = source(tmp_path, sampling={"max_tokens": 50}).evaluation_request(
+        Evaluation.ACCURACY, 3, 1
+    )
+    assert (plain.samples_per_task, plain.sampling) == (1, probe.sampling)
