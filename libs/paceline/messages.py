@@ -79,6 +79,8 @@ def _put(value: Any, field: Any) -> Any:
     if value is None:
         return None
     if field.message_type is not None:
+        if field.message_type.GetOptions().map_entry:
+            return dict(value)
         kind: type[Message] = GetMessageClass(field.message_type)
         if field.is_repeated:
             return [to_message(one, kind) for one in value]
@@ -91,6 +93,8 @@ def _put(value: Any, field: Any) -> Any:
 def _take(hint: Any, message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.message_type is not None:
+        if field.message_type.GetOptions().map_entry:
+            return dict(value)
         if field.is_repeated:
             return tuple(from_message(get_args(hint)[0], one) for one in value)
         return from_message(hint, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import zip_longest
@@ -119,6 +119,8 @@ class Trajectory:
     finish_reason: str = "stop"  # "stop" | "length"
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     branch_count: int = 1  # branches of the session that are trained, this one included
+    # what each rule of a mixture gave the session, before its weight
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.behavior_logprobs))

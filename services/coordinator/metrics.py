@@ -44,6 +44,12 @@ ACCEPT_LENGTH = Gauge(
     (),
     "accepted drafts a round of the last step's rollouts, and the one token that follows them",
 )
+REWARD_PART = Gauge(
+    "paceline.coordinator.reward_part",
+    "1",
+    ("rule",),
+    "mean over the last step's samples of what a rule of a mixture gave, before its weight",
+)
 EVALUATION = Gauge(
     "paceline.coordinator.evaluation",
     "1",
@@ -69,5 +75,7 @@ def record_step(record: StepRecord) -> None:
     VERSION.record(record.versions.policy, of="policy")
     VERSION.record(record.versions.drafter, of="drafter")
     ACCEPT_LENGTH.record(record.accept_length)
+    for rule, value in record.reward_parts.items():
+        REWARD_PART.record(value, rule=rule)
     for use, seconds in record.slot_s.items():
         SLOT_TIME.record(seconds, use=use)

@@ -172,7 +172,7 @@ class Tracking:
 
 
 def figures_of(record: StepRecord) -> dict[str, float]:
-    """Numbers of a record by name: the step's own, `policy/...`, `slot_s/...`."""
+    """Numbers of a record by name: the step's own, `reward/...`, `policy/...`, `slot_s/...`."""
     figures = {
         "reward": record.reward_mean,
         "step_s": record.step_s,
@@ -185,5 +185,6 @@ def figures_of(record: StepRecord) -> dict[str, float]:
         "policy_version": float(record.versions.policy),
         "drafter_version": float(record.versions.drafter),
     }
+    figures |= {f"reward/{part}": value for part, value in sorted(record.reward_parts.items())}
     figures |= {f"policy/{name}": value for name, value in sorted(record.policy.items())}
     return figures | {f"slot_s/{use}": value for use, value in sorted(record.slot_s.items())}

@@ -190,6 +190,8 @@ class RewardsConfig(Config):
     """Seconds of one score in a child; then it is killed and the sample unscored."""
     own: dict[str, str] = Field(default={})
     """Rules of your own: the name that requests use, and package.module:Class or file.py:Class."""
+    mixtures: dict[str, dict[str, float]] = Field(default={})
+    """Weighted sums of rules: the name that requests use, and a weight for each rule."""
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
     model: ModelRewardConfig = ModelRewardConfig()

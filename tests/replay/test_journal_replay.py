@@ -52,7 +52,12 @@ EVENTS: list[Event] = [
     events.TasksFinished(
         6.0,
         2,
-        {**ROLLOUT, "length_quantiles": (5, 9, 11), "closed_groups": {"s0.t1": 7, "s0.t0": 0}},
+        {
+            **ROLLOUT,
+            "length_quantiles": (5, 9, 11),
+            "closed_groups": {"s0.t1": 7, "s0.t0": 0},
+            "reward_parts": {"format": 0.75},
+        },
     ),
     events.Preempted(6.5, 3),
     events.WorkersReleased(6.5, 4, Holder.POLICY),
@@ -224,6 +229,7 @@ def test_a_record_holds_what_the_events_of_its_step_said() -> None:
     assert (record.drafter_steps, record.drafter_slot_s, record.preempt_wait_s) == (4, 2.5, 0.5)
     assert (record.step_s, record.policy_s, record.reward_mean) == (7.0, 2.5, 0.75)
     assert list(record.response_length_quantiles) == [5, 9, 11]
+    assert dict(record.reward_parts) == {"format": 0.75}
     assert record.trace_id == "0123456789abcdef0123456789abcdef"
     assert record.versions.policy == 0
     assert dict(record.policy) == {"loss": 0.5, "reward_mean": 0.75, "push_s": 0.4}

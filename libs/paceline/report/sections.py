@@ -57,6 +57,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
     acceptance = "live, and a fixed probe outside timed windows; dashed: a new drafter serves"
     return [
         ("Reward and held-out accuracy", learning, _learning(history)),
+        *_reward_parts(records),
         ("Acceptance length", acceptance, _acceptance(history)),
         ("Rollout speed", "generated tokens per second of rollout", _speed(records)),
         ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
@@ -220,6 +221,22 @@ def _learning(history: RunHistory) -> str:
         y_min=0.0,
         y_max=1.0,
     )
+
+
+def _reward_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
+    """The section of a mixture's rules, where rewards were mixed."""
+    names = sorted({part for record in records for part in record.reward_parts})
+    series = []
+    for index, part in enumerate(names):
+        values = [
+            (float(one.step + 1), one.reward_parts[part])
+            for one in records
+            if part in one.reward_parts
+        ]
+        series.append(Series(part, running_mean(values, _SMOOTH), f"c{index % 7}"))
+    note = f"each rule of the mixture before its weight, mean of {_SMOOTH} steps"
+    chart = line_chart(series, y_label="reward")
+    return [("Parts of the reward", note, chart)] if names else []
 
 
 def _acceptance(history: RunHistory) -> str:

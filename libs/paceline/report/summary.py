@@ -43,8 +43,8 @@ def summarize(
         "phase": history.phase,
         "steps": len(records),
         "wall_s": history.ended_s - history.began_s - history.away_s,
-        "reward_first": mean([record.reward_mean for record in records[:WINDOW]]),
-        "reward_last": mean([record.reward_mean for record in records[-WINDOW:]]),
+        **_rewards("first", records[:WINDOW]),
+        **_rewards("last", records[-WINDOW:]),
         **_heldout(history),
         "tokens_per_s": ratio(sum(record.response_tokens for record in records), rollout_s),
         "tokens_per_s_last": ratio(
@@ -107,6 +107,22 @@ def _heldout(history: RunHistory) -> Summary:
         **_ends("accuracy", history.evaluated(ACCURACY)),
         "pass_name": history.widest_pass or None,
         **_ends("pass", history.evaluated(history.widest_pass)),
+    }
+
+
+def _rewards(when: str, records: Sequence[StepRecord]) -> Summary:
+    return {
+        f"reward_{when}": mean([record.reward_mean for record in records]),
+        f"reward_parts_{when}": _parts(records),
+    }
+
+
+def _parts(records: Sequence[StepRecord]) -> dict[str, float | None]:
+    """Mean of each part of a mixture over the steps that have it; empty without a mixture."""
+    names = sorted({part for one in records for part in one.reward_parts})
+    return {
+        part: mean([one.reward_parts[part] for one in records if part in one.reward_parts])
+        for part in names
     }
 
 

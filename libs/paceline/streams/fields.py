@@ -16,7 +16,7 @@ from paceline.tagged_json import from_object, to_object
 from paceline.tensors import NamedTensor
 from paceline.trajectory import SpeculationStats
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,11 @@ COUNTERS = TextForm(
     "JSON object",
     lambda stats: json.dumps(to_object(stats), separators=(",", ":")),
     lambda text: from_object(SpeculationStats, json.loads(text)),
+)
+NUMBERS = TextForm(
+    "JSON object of numbers",
+    lambda numbers: json.dumps(dict(numbers), separators=(",", ":")),
+    lambda text: {name: float(number) for name, number in dict(json.loads(text)).items()},
 )
 
 
@@ -147,6 +152,7 @@ TRAJECTORIES = EntryLayout(
         HeaderField("task_index", WHOLE, "position of the task in its step", "task_index"),
         HeaderField("sample_index", WHOLE, "position among the siblings", "sample_index"),
         HeaderField("reward", PERHAPS, "reward; empty is not 0", "reward"),
+        HeaderField("reward_parts", NUMBERS, "what each rule of a mixture gave", "reward_parts"),
         HeaderField("seed", WHOLE, "seed of the request", "seed"),
         HeaderField("temperature", NUMBER, "temperature of the draws", "temperature"),
         HeaderField("finish_reason", TEXT, "`stop` or `length`", "finish_reason"),

@@ -167,6 +167,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         **{name: getattr(trajectory, name) for name in NOTED},
         "branch_count": trajectory.branch_count,
         "reward": trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
         "tokens": len(trajectory.token_ids),
         "trained_tokens": trajectory.trained_tokens,
         "tokens_hash": tokens_hash(trajectory.token_ids),

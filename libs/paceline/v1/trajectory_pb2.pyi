@@ -125,12 +125,21 @@ class SpeculationStats(_message.Message):
     def __init__(self, target_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_round_tokens: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., proposed_at: _Optional[_Iterable[int]] = ..., accepted_at: _Optional[_Iterable[int]] = ..., trained_rounds: _Optional[int] = ..., trained_round_tokens: _Optional[int] = ...) -> None: ...
 
 class Reward(_message.Message):
-    __slots__ = ("value", "source")
+    __slots__ = ("value", "source", "parts")
+    class PartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     VALUE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     value: float
     source: str
-    def __init__(self, value: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
+    parts: _containers.ScalarMap[str, float]
+    def __init__(self, value: _Optional[float] = ..., source: _Optional[str] = ..., parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class BranchKey(_message.Message):
     __slots__ = ("run_id", "session_id", "branch_id")
@@ -143,7 +152,14 @@ class BranchKey(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count")
+    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count", "reward_parts")
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     KEY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +177,7 @@ class Trajectory(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     BRANCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
     key: BranchKey
     step: int
     task_id: str
@@ -178,4 +195,5 @@ class Trajectory(_message.Message):
     finish_reason: FinishReason
     speculation: SpeculationStats
     branch_count: int
-    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ...) -> None: ...
+    reward_parts: _containers.ScalarMap[str, float]
+    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...

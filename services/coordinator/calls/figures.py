@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def rollout_figures(
         "scored": finished.scored,
         "unscored": finished.unscored,
         "reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
+        "reward_parts": reward_parts(samples),
         "response_tokens": finished.response_tokens,
         "rollout_s": finished.rollout_s,
         "accept_length": accept_length(finished.speculation),
@@ -69,6 +71,15 @@ def rollout_figures(
         "pulls": pulls(finished.arms),
         FIGURE: group_figure(finished.closed_groups),
     }
+
+
+def reward_parts(samples: Iterable[SampleFinished]) -> dict[str, float | int]:
+    """Mean of each part of a mixture, over the samples that have it."""
+    given: dict[str, list[float]] = {}
+    for sample in samples:
+        for part, value in sample.reward.parts.items():
+            given.setdefault(part, []).append(value)
+    return {part: math.fsum(values) / len(values) for part, values in sorted(given.items())}
 
 
 def message_figures(message: Message, *left_out: str) -> dict[str, Figure]:

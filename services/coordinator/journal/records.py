@@ -143,6 +143,8 @@ class StepRecords:
             record.arm_rounds[arm] += rounds
         if not record.response_length_quantiles:
             record.reward_mean = _number(details, "reward_mean")
+            parts = details.get("reward_parts")
+            record.reward_parts.update(parts if isinstance(parts, Mapping) else {})
             record.tokens_hash = str(details.get("tokens_hash", ""))
             lengths = details.get("length_quantiles")
             record.response_length_quantiles.extend(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from rollout_gateway.environments.base import Episode
@@ -17,6 +19,15 @@ class Unscored(Exception):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleScore:
+    """A reward and what it is made of."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What each rule of a mixture gave, before its weight; empty for a single rule."""
 
 
 class RewardRule(Protocol):

@@ -13,10 +13,11 @@ from paceline.trajectory import REWARD_RANGE, is_reward
 from rollout_gateway import metrics
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import Closes, Prepares, RewardRule, Unscored
+from rollout_gateway.rewards.base import Closes, Prepares, RewardRule, RuleScore, Unscored
 from rollout_gateway.rewards.code_tests import CodeTests
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
+from rollout_gateway.rewards.mixture import Mixture, check_mixtures
 from rollout_gateway.rewards.model import ModelReward
 from rollout_gateway.rewards.processes.pool import Children, ChildRule
 from rollout_gateway.rewards.remote import RemoteReward
@@ -53,7 +54,11 @@ class RewardRules:
     """
 
     def __init__(self, config: RewardsConfig, sandbox: Sandbox | None = None) -> None:
-        """`sandbox`: where code is run; one of its own when None."""
+        """`sandbox`: where code is run; one of its own when None.
+
+        Raises ConfigError for a mixture that cannot be.
+        """
+        check_mixtures(config.mixtures, {*REWARDS, *config.own})
         self._children = Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
@@ -61,7 +66,7 @@ class RewardRules:
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
-        """The rule of that name, one of ours or of the configured ones.
+        """The rule of that name, one of ours, of the configured ones or a mixture of them.
 
         Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when
         its settings are missing.
@@ -93,15 +98,18 @@ class RewardRules:
         """End children and connections; scores under way raise Unavailable."""
         await self._closing.aclose()
 
-    def _build(self, name: str) -> RewardRule:
+    def _build(self, name: str) -> RewardRule | Mixture:
         if name in REWARDS:
             rule = REWARDS[name](self._parts)
             if isinstance(rule, Closes):
                 self._closing.push_async_callback(rule.close)
             return rule
-        own = self._parts.config.own
+        own, mixtures = self._parts.config.own, self._parts.config.mixtures
+        if name in mixtures:
+            parts = mixtures[name].items()
+            return Mixture({part: (self.rule(part), weight) for part, weight in parts})
         if name not in own:
-            allowed = ", ".join(sorted([*REWARDS, *own]))
+            allowed = ", ".join(sorted([*REWARDS, *own, *mixtures]))
             raise NotFound(
                 "no such reward rule",
                 seen=name,
@@ -113,7 +121,7 @@ class RewardRules:
 class MeasuredRule:
     """A rule with its metrics, its log and the check of its scores."""
 
-    def __init__(self, name: str, rule: RewardRule) -> None:
+    def __init__(self, name: str, rule: RewardRule | Mixture) -> None:
         self._name = name
         self.inner = rule
 
@@ -123,6 +131,11 @@ class MeasuredRule:
             await self.inner.prepare()
 
     async def score(self, episode: Episode) -> float | None:
+        """The value of `scored`."""
+        scored = await self.scored(episode)
+        return None if scored is None else scored.value
+
+    async def scored(self, episode: Episode) -> RuleScore | None:
         """See RewardRule; never Unscored. A reward that the agent gave stands, the rule is not
         asked.
 
@@ -153,10 +166,16 @@ class MeasuredRule:
         (metrics.UNSCORED if value is None else metrics.SCORES).record(rule=self._name)
         return value
 
-    def _finite(self, value: float | None) -> float | None:
-        if value is not None and not is_reward(value):
+    def _finite(self, given: float | RuleScore | None) -> RuleScore | None:
+        if given is None:
+            return None
+        score = given if isinstance(given, RuleScore) else RuleScore(given)
+        if not is_reward(score.value):
             message = f"the reward rule {self._name} gave what is no reward"
             raise InvalidInput(
-                message, reason="REWARD_NOT_FINITE", seen=value, allowed=f"{REWARD_RANGE} or None"
+                message,
+                reason="REWARD_NOT_FINITE",
+                seen=score.value,
+                allowed=f"{REWARD_RANGE} or None",
             )
-        return value
+        return score

@@ -167,9 +167,9 @@ class SampleRuns:
         try:
             unscored = scored and bool(session.tree.turns) and not session.scored
             if unscored and session.state is SessionState.OPEN and job.request.reward != AGENT:
-                value = await self._gateway.rewards.rule(job.request.reward).score(episode)
-                if value is not None:
-                    session.score(Grant(value))
+                score = await self._gateway.rewards.rule(job.request.reward).scored(episode)
+                if score is not None:
+                    session.score(Grant(score.value, parts=score.parts))
         except PacelineError as error:
             away = isinstance(error, Unavailable | DeadlineExceeded)
             self._gateway.agents.finish(
@@ -210,7 +210,9 @@ def sample_finished(
         group_id=session.group_id,
         sample_index=about.sample_index,
         worker_index=worker_index,
-        reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source)
+        reward=tpb.Reward(
+            value=sum(rewards) / len(rewards), source=source, parts=session.reward_parts
+        )
         if final and rewards
         else None,
         prompt_tokens=len(turns[0].prompt_ids) if turns else 0,
@@ -238,7 +240,9 @@ def recorded_sample(
         group_id=first["group_id"],
         sample_index=first["sample_index"],
         worker_index=worker_index,
-        reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source),
+        reward=tpb.Reward(
+            value=sum(rewards) / len(rewards), source=source, parts=first["reward_parts"]
+        ),
         prompt_tokens=first["tokens"] - first["trained_tokens"],
         response_tokens=sum(branch["trained_tokens"] for branch in branches),
         finish_reason=_reason(finish or first["finish_reason"]),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import (
     FailedPrecondition,
@@ -28,6 +29,8 @@ class Grant:
     completion_id: str = ""  # of the turn it is for; empty: the session
     accumulate: bool = False
     idempotency_key: str = ""  # names it among those that add up
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What each rule of a mixture gave; of a session's reward."""
 
 
 class Session:
@@ -49,6 +52,7 @@ class Session:
         self.fail_reason: FailReason | None = None
         self.tree = MessageTree()
         self.reward: float | None = None
+        self.reward_parts: Mapping[str, float] = {}
         self.worker_index: int | None = None  # holds the prefix in its cache
         self.touched_s = now_s
         self.generations = 0  # planned, also those that never began
@@ -156,6 +160,7 @@ class Session:
 
         if turn is None:
             self.reward = known
+            self.reward_parts = grant.parts or self.reward_parts
         else:
             turn.reward = known
 
@@ -183,7 +188,9 @@ class Session:
 
     def trajectories(self) -> list[Trajectory]:
         """Training samples of what was generated; those without a reward are never trained."""
-        return samples(self.session_id, self.assignment, self.tree, self.reward)
+        found = samples(self.session_id, self.assignment, self.tree, self.reward)
+        parts = self.reward_parts
+        return [replace(one, reward_parts=parts) for one in found] if parts else found
 
     def _turn(self, completion_id: str) -> Turn | None:
         if not completion_id:

@@ -79,6 +79,30 @@ async def test_training_samples_become_trajectories_and_hidden_rows(
             assert batch.lm_head_hash
 
 
+async def test_the_parts_of_a_mixed_reward_are_in_sample_ledger_and_stream_and_outlive_a_restart(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = redis_keys(redis_url, run_id) | {
+        "rewards": {"mixtures": {"both": {"math_answer": 1.0, "format": 0.5}}}
+    }
+    async with serve_gateway(**keys) as served:
+        found = await run_tasks(served, reward="both")
+        entries = await appended(redis_client, run_id, "trajectories", 4)
+        for one in (decode_trajectory(entry.fields, entry.payload) for entry in entries):
+            sample = found[one.task_id, one.sample_index]
+            assert sorted(one.reward_parts) == ["format", "math_answer"]
+            assert one.reward == one.reward_parts["math_answer"] + 0.5 * one.reward_parts["format"]
+            assert dict(sample.reward.parts) == one.reward_parts
+            record = await Ledger(redis_client, run_id).get(str(one.key))
+            assert record is not None
+            assert record["reward_parts"] == one.reward_parts
+    async with serve_gateway(**keys) as served:
+        after = await run_tasks(served, reward="both")
+    assert {key: one.reward for key, one in after.items()} == {
+        key: one.reward for key, one in found.items()
+    }
+
+
 async def test_a_share_of_the_requests_chosen_by_their_seeds_is_captured(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:

@@ -21,10 +21,12 @@ def test_a_step_that_is_over_is_exported(metric_reader: InMemoryMetricReader) ->
         step_s=2.5,
         accept_length=2.25,
         slot_s={"idle": 0.5},
+        reward_parts={"format": 0.75},
     )
     metrics.record_step(record)
     metrics.record_step(record)
     names = ("steps", "response_tokens", "step_time", "version", "accept_length", "slot_time")
+    assert points(metric_reader, metrics, "reward_part") == {("format",): 0.75}
     assert {name: points(metric_reader, metrics, name) for name in names} == {
         "steps": {(): 2},
         "response_tokens": {(): 800},

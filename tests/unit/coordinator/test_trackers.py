@@ -17,7 +17,13 @@ from coordinator.trackers import Tracking, check_trackers
 from paceline.errors import ConfigError
 from paceline.v1.coordinator_pb2 import StepRecord
 
-RECORD = StepRecord(step=3, reward_mean=0.5, step_s=2.5, policy={"loss": 0.25, "entropy/x": 1.5})
+RECORD = StepRecord(
+    step=3,
+    reward_mean=0.5,
+    step_s=2.5,
+    policy={"loss": 0.25, "entropy/x": 1.5},
+    reward_parts={"format": 0.75},
+)
 
 
 def scalars(directory: Path) -> dict[tuple[str, int], float]:
@@ -45,6 +51,7 @@ def test_tensorboard_gets_every_figure_of_a_step_and_of_evaluations(tmp_path: Pa
     read = scalars(tmp_path / "tensorboard")
     assert read["reward", 3] == 0.5
     assert read["step_s", 3] == 2.5
+    assert read["reward/format", 3] == 0.75
     assert read["policy/loss", 3] == 0.25
     assert read["policy/entropy/x", 3] == 1.5
     assert read["evaluation/accuracy", 4] == 0.75

@@ -57,9 +57,10 @@ def test_the_page_is_well_formed_and_has_every_section(
     parser = Balance()
     parser.feed(text)
     assert parser.open == []
-    assert parser.seen.count("svg") == 8 + 2 + 1  # charts, timelines, waterfall
+    assert parser.seen.count("svg") == 9 + 2 + 1  # charts, timelines, waterfall
     for title in (
         "Reward and held-out accuracy",
+        "Parts of the reward",
         "Acceptance length",
         "Arms chosen",
         "Slots",

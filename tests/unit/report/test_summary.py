@@ -49,6 +49,10 @@ def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: S
     rewards = [0.5 + 0.4 * step / 29 for step in range(30)]
     assert summary["reward_first"] == pytest.approx(sum(rewards[:10]) / 10)
     assert summary["reward_last"] == pytest.approx(sum(rewards[-10:]) / 10)
+    assert summary["reward_parts_last"] == {
+        "format": 1.0,
+        "math_answer": pytest.approx(sum(rewards[-10:]) / 10 - 0.1),
+    }
     assert (summary["accuracy_first"], summary["accuracy_last"]) == (
         pytest.approx(0.5),
         pytest.approx(0.9),

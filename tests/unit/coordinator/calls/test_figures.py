@@ -96,6 +96,14 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
     assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]
 
 
+def test_each_part_of_a_mixture_has_its_mean_over_the_samples_that_have_it() -> None:
+    parts = ({"format": 1.0, "math": 1.0}, {"format": 0.5}, {})
+    ended = [sample("a", i, reward=Reward(parts=one)) for i, one in enumerate(parts)]
+    figures = rollout_figures([*ended, sample("a", 3)], TasksFinished())
+    assert figures["reward_parts"] == {"format": 0.75, "math": 1.0}
+    assert rollout_figures([], TasksFinished())["reward_parts"] == {}
+
+
 @pytest.mark.parametrize(
     ("values", "share", "expected"),
     [
