@@ -1,26 +1,30 @@
-"""Pushes weights from rank 0 to the gateway and the drafter trainer."""
+"""Brings weights to rank 0, and pushes them from there to the gateway and the drafter trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import DataLoss, PacelineError
+from paceline.errors import DataLoss, PacelineError, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.rpc import channel, rpc_errors, wait_ready
 from paceline.telemetry import get_logger
-from paceline.tensors import NamedTensor, from_numpy, head_hash
+from paceline.tensors import NamedTensor, TensorLayout, head_hash
+from paceline.training.process import from_rank_zero
+from paceline.training.streaming import gather_rows, scatter_rows
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import PushReport, build_manifest, pull_weights, push_weights
+from paceline.weights.assembly import allocate_on_disk
 from paceline.weights.push import push_deadline_s
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.metrics import HEADS_LEFT_OUT
@@ -28,7 +32,8 @@ from policy_trainer.metrics import HEADS_LEFT_OUT
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONNECT_S = 5.0
 _log = get_logger(__name__)
-_DTYPES = {"F32": (torch.float32, torch.int32), "BF16": (torch.bfloat16, torch.int16)}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +46,47 @@ class Publication:
     lm_head_hash: str
 
 
-def make_publication(version: int, weights: dict[str, Tensor], dtype: str) -> Publication:
-    """Serving-type tensors of whole fp32 weights, sorted by name."""
-    tensors = {name: _named(name, weights[name], dtype) for name in sorted(weights)}
+def gather_publication(
+    version: int,
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    config: PolicyTrainerConfig,
+) -> Publication | None:
+    """Serving-type tensors of the sharded weights, which come in the order of `shapes`, on rank 0;
+    None on the others. Collective.
+
+    They lie in a file without a name, so that rank 0 holds no more in memory than a piece. Raises
+    ResourceExhausted on all ranks where that finds no room.
+    """
+    dtype = getattr(torch, config.publish_dtype)
+    layouts = [TensorLayout(name, _NAMES[dtype], tuple(shape)) for name, shape in shapes.items()]
+    buffer = _buffer_of_rank_zero(sum(one.nbytes for one in layouts), config)
+    tensors, offset = {}, 0
+    for (name, weight), layout in zip(weights, layouts, strict=True):
+        assert name == layout.name, f"{name} comes in the place of {layout.name}"
+        into = None
+        if buffer is not None:
+            data = buffer[offset : offset + layout.nbytes]
+            tensors[name] = NamedTensor(name, layout.dtype, layout.shape, data)
+            into = torch.frombuffer(data, dtype=dtype).view(layout.shape)
+            offset += layout.nbytes
+        gather_rows(weight, dtype, into)
+    return _publication(version, tensors) if buffer is not None else None
+
+
+def _buffer_of_rank_zero(nbytes: int, config: PolicyTrainerConfig) -> memoryview | None:
+    buffer, fault = None, ""
+    if dist.get_rank() == 0:
+        try:
+            buffer = allocate_on_disk(nbytes, config.checkpoints_dir)
+        except ResourceExhausted as error:
+            fault = str(error)
+    if fault := from_rank_zero(fault):
+        raise ResourceExhausted(f"no room for what is published: {fault}", seen=nbytes)
+    return buffer
+
+
+def _publication(version: int, tensors: Mapping[str, NamedTensor]) -> Publication:
     embedding = tensors[EMBEDDING]
     head = tensors.get(HEAD) or NamedTensor(HEAD, embedding.dtype, embedding.shape, embedding.data)
     return Publication(version, tuple(tensors.values()), (embedding, head), head_hash(head.data))
@@ -110,36 +153,42 @@ async def pull_served(
             WEIGHT_TARGET_POLICY,
             differs,
             deadline_s=push_deadline_s(own.total_bytes),
+            directory=config.checkpoints_dir,
         )
 
 
-def merged(own: dict[str, Tensor], served: Sequence[NamedTensor]) -> dict[str, Tensor]:
-    """fp32 weights that are published as `served`: `own`, but for the numbers that are not.
+def check_same_model(own: Sequence[NamedTensor], served: Sequence[NamedTensor]) -> None:
+    """Raises DataLoss when the tensors that serve are not those that are trained."""
+    odd = sorted({str(one.layout) for one in served} ^ {str(one.layout) for one in own})
+    if odd:
+        raise DataLoss(
+            "another model serves than is trained", seen=odd[:4], allowed="the same tensors"
+        )
 
-    Raises DataLoss when the tensors are not those of `own`.
+
+def take_served(
+    tensors: Iterable[tuple[str, Tensor]],
+    served: Mapping[str, NamedTensor] | None,
+    config: PolicyTrainerConfig,
+) -> None:
+    """Makes sharded fp32 weights those that are published as rank 0's `served`: numbers that are
+    published so already stay. Collective; None on the other ranks.
     """
-    named = {tensor.name: tensor for tensor in served}
-    seen = {name: tensor.shape for name, tensor in named.items()}
-    allowed = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    if seen != allowed:
-        odd = sorted(set(seen.items()) ^ set(allowed.items()))[:4]
-        raise DataLoss("another model serves than is trained", seen=odd, allowed="the same tensors")
-    return {name: _merged(tensor, named[name]) for name, tensor in own.items()}
+    dtype = getattr(torch, config.publish_dtype)
+    for name, tensor in tensors:
+        whole = None
+        if served is not None:
+            whole = torch.frombuffer(served[name].view, dtype=dtype).view(tensor.shape)
+        scatter_rows(whole, dtype, tensor, _merge)
 
 
-def _merged(own: Tensor, served: NamedTensor) -> Tensor:
-    dtype, word = _DTYPES[served.dtype]
-    there = torch.frombuffer(bytearray(served.view), dtype=dtype).view(own.shape)
-    return torch.where(own.to(dtype).view(word) == there.view(word), own, there.to(own.dtype))
+def _merge(own: Tensor, served: Tensor) -> None:
+    word = _WORDS[served.dtype]
+    same = own.to(served.dtype).view(word) == served.view(word)
+    own.copy_(torch.where(same, own, served.to(own.dtype)))
 
 
 def _manifest(target: int, publication: Publication, tensors: Sequence[NamedTensor]) -> Manifest:
     return build_manifest(
         target, publication.version, tensors, lm_head_hash=publication.lm_head_hash
     )
-
-
-def _named(name: str, tensor: Tensor, dtype: str) -> NamedTensor:
-    if dtype == "bfloat16":
-        return from_numpy(name, tensor.to(torch.bfloat16).view(torch.uint16).numpy(), "BF16")
-    return from_numpy(name, tensor.to(torch.float32).numpy())

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from torch import Tensor
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.ranks.group import RankLink
@@ -42,7 +40,7 @@ from policy_trainer.metrics import (
     VERSIONS_TAKEN,
     record_step,
 )
-from policy_trainer.publish import Publication, make_publication, merged, pull_served, push
+from policy_trainer.publish import Publication, check_same_model, pull_served, push
 
 _log = get_logger(__name__)
 
@@ -107,23 +105,21 @@ class RankZero:
         """Sends news to the parent."""
         self._link.send(MESSAGES.encode(message))
 
-    def served(
-        self, command: Train, version: int, weights: dict[str, Tensor]
-    ) -> dict[str, Tensor] | None:
-        """The weights that serve as this version, empty where they are these or another version
+    def served(self, command: Train, publication: Publication) -> Mapping[str, NamedTensor] | None:
+        """The tensors that serve as this version, empty where they are these or another version
         serves; None when nobody knows and the parent has been told.
         """
-        publication = make_publication(version, weights, self._config.publish_dtype)
         try:
-            tensors = self._served_tensors(publication)
-            taken = merged(weights, tensors) if tensors is not None else {}
+            tensors = self._served_tensors(publication) or []
+            if tensors:
+                check_same_model(publication.policy, tensors)
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
-        if taken:
+        if tensors:
             VERSIONS_TAKEN.record()
-            _log.warning("served_weights_taken", version=version)
-        return taken
+            _log.warning("served_weights_taken", version=publication.version)
+        return {one.name: one for one in tensors}
 
     def _served_tensors(self, publication: Publication) -> list[NamedTensor] | None:
         """As pull_served has them; none where they are damaged: then these are pushed again."""
@@ -133,14 +129,14 @@ class RankZero:
             _log.warning("served_weights_damaged", version=publication.version, error=str(error))
             return None
 
-    def push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
+    def push(self, command: Train, progress: Progress, publication: Publication) -> None:
         """Tells that the step is done, pushes the version, marks its trajectories trained, tells
         again.
         """
         self.tell(Stepped(command.command_id, progress))
         self.tell(Doing(f"pushes p{progress.policy_version}", "gateway"))
         try:
-            self._runner.run(self._push(command, progress, weights))
+            self._runner.run(self._push(command, progress, publication))
         except PacelineError as error:
             self.failed(command.command_id, error)
 
@@ -205,13 +201,10 @@ class RankZero:
             current.set_attribute("zero_variance_groups", collected.facts.zero_variance_groups)
             return collected
 
-    async def _push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
+    async def _push(self, command: Train, progress: Progress, publication: Publication) -> None:
         with span(
             "policy.publish", parent=extract(command.sender.carrier), step=progress.step
         ) as current:
-            publication = make_publication(
-                progress.policy_version, weights, self._config.publish_dtype
-            )
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
             PART_TIME.record(report.push_s, part="publish")

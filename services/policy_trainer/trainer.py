@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.errors import DataLoss, InternalError, Unavailable, WeightsError
+from paceline.errors import DataLoss, InternalError, ResourceExhausted, Unavailable, WeightsError
 from paceline.ranks.messages import Doing, Impaired, Save
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, span
@@ -20,8 +20,8 @@ from paceline.training.checkpoints import (
     checkpoint_numbers,
     find_whole,
     read_checkpoint,
+    read_each_whole,
     read_state,
-    read_whole,
 )
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero, tensors_from_rank_zero
@@ -41,6 +41,7 @@ from policy_trainer.messages import (
     Train,
 )
 from policy_trainer.metrics import PART_TIME
+from policy_trainer.publish import Publication, gather_publication, take_served
 from policy_trainer.rank_zero import RankZero
 
 _PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
@@ -142,9 +143,11 @@ class PolicyTrainer:
         ) or self._stands_still(command):
             return
 
-        weights = self.learner.weights()
-        if self.zero:
-            self.zero.push(command, self.progress, weights)
+        gathered, publication = self._gathered(command)
+        if not gathered:
+            return
+        if self.zero and publication:
+            self.zero.push(command, self.progress, publication)
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
             self._save()
 
@@ -172,14 +175,29 @@ class PolicyTrainer:
         """
         if not self._resumed:
             return True
-        weights = self.learner.weights()
-        version = self.progress.policy_version
-        served = self.zero.served(command, version, weights) if self.zero else None
+        gathered, publication = self._gathered(command)
+        if not gathered:
+            return False
+        served = self.zero.served(command, publication) if self.zero and publication else None
         known, differs = from_rank_zero((served is not None, bool(served)))
         if differs:
-            self.learner.take(served or {})
+            take_served(self.learner.published(), served, self.config)
         self._resumed = not known
         return known
+
+    def _gathered(self, command: Train) -> tuple[bool, Publication | None]:
+        """Whether the weights could be gathered, and on rank 0 what is pushed of them; if not, the
+        parent is told.
+        """
+        weights, shapes = self.learner.published(), self.learner.shapes()
+        try:
+            return True, gather_publication(
+                self.progress.policy_version, weights, shapes, self.config
+            )
+        except ResourceExhausted as error:
+            if self.zero:
+                self.zero.failed(command.command_id, error)
+            return False, None
 
     def _stands_still(self, command: Train) -> bool:
         """Whether steps in a row were not taken; the parent is told that the run must end."""
@@ -298,5 +316,5 @@ class PolicyTrainer:
 
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """The weights as a Hugging Face directory, which any engine serves."""
-        weights = read_whole(checkpoint, "learner/model", state)
-        write_causal_lm(weights, Path(self.config.model), checkpoint)
+        weights = read_each_whole(checkpoint, "learner/model", state)
+        write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)

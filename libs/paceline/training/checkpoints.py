@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import DataLoss, Unavailable
 from paceline.file_hashes import check_hashes, read_hashes, write_hashes
 from paceline.training.process import from_all_ranks
-from paceline.training.shards import local_of, read_shards, tensors_of, write_shard
+from paceline.training.shards import local_of, read_each, read_shards, tensors_of, write_shard
 from paceline.whole_files import sync_path
 
 PREFIX = "checkpoint-"
@@ -205,11 +206,17 @@ def read_checkpoint(checkpoint: Path, like: Mapping[str, Any]) -> dict[str, Any]
 
 def read_whole(checkpoint: Path, part: str, like: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors under `part`, "learner/model", unsharded, on this rank alone. Raises DataLoss."""
+    return dict(read_each_whole(checkpoint, part, like))
+
+
+def read_each_whole(
+    checkpoint: Path, part: str, like: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """As read_whole, sorted by name, and one at a time, so that no more need be held."""
     found = {name: tensor for name, tensor in tensors_of(like) if name.startswith(part + "/")}
-    whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in found.items()}
-    return {
-        name.removeprefix(part + "/"): tensor for name, tensor in _load(checkpoint, whole).items()
-    }
+    with _loading(checkpoint):
+        for name, tensor in read_each(_shard_files(checkpoint), found):
+            yield name.removeprefix(part + "/"), tensor
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -248,12 +255,22 @@ def copy_local(source: Tensor, target: Tensor) -> None:
 
 
 def _load(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    files = [checkpoint / name for name in read_hashes(checkpoint) if Path(name).parts[0] == SHARDS]
-    try:
+    files = _shard_files(checkpoint)
+    with _loading(checkpoint):
         found = read_shards(files, tensors)
+    return {name: tensor for name, tensor in tensors.items() if name in found}
+
+
+def _shard_files(checkpoint: Path) -> list[Path]:
+    return [checkpoint / name for name in read_hashes(checkpoint) if Path(name).parts[0] == SHARDS]
+
+
+@contextmanager
+def _loading(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
     except _MALFORMED as error:
         raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
-    return {name: tensor for name, tensor in tensors.items() if name in found}
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:

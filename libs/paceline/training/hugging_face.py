@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.tensors import TensorLayout, safetensors_header
+from paceline.training.shards import named_tensor
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
 
@@ -35,8 +36,16 @@ def load_causal_lm(directory: Path, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def write_causal_lm(weights: Mapping[str, Tensor], start: Path, directory: Path) -> None:
-    """Writes fp32 weights, and beside them the files of the model they started from."""
+def write_causal_lm(
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+    start: Path,
+    directory: Path,
+) -> None:
+    """Writes fp32 weights, and beside them the files of the model they started from.
+
+    `weights` come in the order of `shapes`, and no more than one of them is held at a time.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for path in start.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
@@ -45,5 +54,10 @@ def write_causal_lm(weights: Mapping[str, Tensor], start: Path, directory: Path)
     config.pop("torch_dtype", None)
     described = json.dumps({**config, "dtype": "float32"}, indent=2)
     (directory / "config.json").write_text(described, encoding="utf-8")
-    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    layouts = [TensorLayout(name, "F32", tuple(shape)) for name, shape in shapes.items()]
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(safetensors_header(layouts, {"format": "pt"}))
+        for (name, tensor), layout in zip(weights, layouts, strict=True):
+            one = named_tensor(name, tensor.contiguous())
+            assert one.layout == layout, f"{one.layout} is written in the place of {layout}"
+            file.write(one.view)

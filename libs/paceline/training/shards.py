@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], *, rank: int) -> str:
         if here is not None:
             rows[name] = [here.start, tensor.shape[0]]
         if rank == 0 or (here is not None and here.start < here.stop):
-            held.append(_named(name, local_of(tensor)))
+            held.append(named_tensor(name, local_of(tensor)))
 
     digest = hashlib.sha256()
     header = safetensors_header((one.layout for one in held), {ROWS: json.dumps(rows)})
@@ -68,16 +68,35 @@ def read_shards(files: Sequence[Path], tensors: Mapping[str, Tensor]) -> set[str
     JSON raise for a file that is no such shard.
     """
     with ExitStack() as stack:
-        pieces: dict[str, list[Piece]] = {}
-        for path in files:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            rows = json.loads(file.metadata()[ROWS])
-            for name in sorted(set(file.keys()) & tensors.keys()):
-                piece = (*rows.get(name, (0, None)), file.get_slice(name))
-                pieces.setdefault(name, []).append(piece)
-        for name, found in pieces.items():
-            _fill(name, tensors[name], found)
-    return set(pieces)
+        found = _pieces(files, tensors, stack)
+        for name, pieces in found.items():
+            _fill(name, tensors[name], pieces)
+    return set(found)
+
+
+def read_each(files: Sequence[Path], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of the files by name, sorted, one at a time, with the shapes and dtypes of
+    `like`. Raises as read_shards does.
+    """
+    with ExitStack() as stack:
+        for name, pieces in sorted(_pieces(files, like, stack).items()):
+            whole = torch.empty(like[name].shape, dtype=like[name].dtype)
+            _fill(name, whole, pieces)
+            yield name, whole
+
+
+def _pieces(
+    files: Sequence[Path], names: Iterable[str], stack: ExitStack
+) -> dict[str, list[Piece]]:
+    """What the files, open until the stack ends, have of each tensor."""
+    pieces: dict[str, list[Piece]] = {}
+    for path in files:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        rows = json.loads(file.metadata()[ROWS])
+        for name in sorted(set(file.keys()) & set(names)):
+            piece = (*rows.get(name, (0, None)), file.get_slice(name))
+            pieces.setdefault(name, []).append(piece)
+    return pieces
 
 
 def _fill(name: str, tensor: Tensor, pieces: Sequence[Piece]) -> None:
@@ -122,7 +141,8 @@ def _sharded_rows(tensor: Tensor) -> slice | None:
     return here
 
 
-def _named(name: str, tensor: Tensor) -> NamedTensor:
+def named_tensor(name: str, tensor: Tensor) -> NamedTensor:
+    """The bytes of a contiguous tensor on the CPU."""
     if tensor.dtype == torch.bfloat16:
         return from_numpy(name, tensor.detach().view(torch.uint16).numpy(), "BF16")
     return from_numpy(name, tensor.detach().numpy())

@@ -6,9 +6,12 @@ Owns its buffer and which chunks are in; not where it goes next (spool, servicer
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
@@ -22,6 +25,7 @@ from paceline.weights.manifest import (
     target_name,
 )
 from paceline.weights.wire import PushChunk
+from paceline.whole_files import writing
 
 
 class Assembly:
@@ -29,10 +33,12 @@ class Assembly:
     chunk.
     """
 
-    def __init__(self, manifest: Manifest, max_bytes: int) -> None:
+    def __init__(self, manifest: Manifest, max_bytes: int, directory: Path | None = None) -> None:
+        """`directory`: where the buffer lies as a file; None has it in memory."""
         check_manifest(manifest, max_bytes=max_bytes)
         self.manifest = manifest
-        self.buffer = allocate(manifest.total_bytes)
+        size = manifest.total_bytes
+        self.buffer = allocate(size) if directory is None else allocate_on_disk(size, directory)
         self._checksums: list[int | None] = [None] * chunk_count(manifest)
         self._missing = len(self._checksums)
         self.started_s: float | None = None
@@ -142,3 +148,16 @@ def allocate(nbytes: int) -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
+
+
+def allocate_on_disk(nbytes: int, directory: Path) -> memoryview:
+    """A file without a name in the directory, mapped: the system writes out what finds no room in
+    memory, and the file goes when it is dropped.
+
+    Raises ResourceExhausted, here and not when it is written to.
+    """
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return memoryview(mmap.mmap(file.fileno(), nbytes))

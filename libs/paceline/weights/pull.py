@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,8 +25,10 @@ async def pull_weights(
     wanted: Callable[[pb.Manifest], bool],
     *,
     deadline_s: float,
+    directory: Path | None = None,
 ) -> list[NamedTensor] | None:
-    """The tensors that serve, in stream order; None unless their manifest is `wanted`.
+    """The tensors that serve, in stream order; None unless their manifest is `wanted`. They lie in
+    an unnamed file of the directory, or in memory.
 
     Raises DataLoss when the bytes are not the manifest's, InvalidInput for a manifest that cannot
     be received, and what the call raises.
@@ -39,7 +42,7 @@ async def pull_weights(
                 if assembly is not None:
                     assembly.place(_chunk(response.chunk))
                 elif wanted(response.manifest):
-                    assembly = Assembly(response.manifest, DEFAULT_MAX_BYTES)
+                    assembly = Assembly(response.manifest, DEFAULT_MAX_BYTES, directory)
                 else:
                     return None
     if assembly is None or not assembly.complete:

@@ -205,7 +205,8 @@ class TargetModel:
         tensors = {name.removeprefix("lm."): tensor for name, tensor in weights.items()}
         if self._tied:
             tensors.pop("lm_head.weight", None)
-        write_causal_lm(tensors, self._directory, directory)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        write_causal_lm(tensors.items(), shapes, self._directory, directory)
 
 
 def _whole(parameter: Tensor) -> Tensor:

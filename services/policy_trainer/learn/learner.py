@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from policy_trainer.learn.model import PolicyModel
 from policy_trainer.learn.objective import PolicyObjective
-from policy_trainer.learn.parallel import gather_full, scatter_full
 from policy_trainer.learn.parts import StepParts
 from policy_trainer.messages import StepFacts
 
@@ -258,13 +257,13 @@ class Learner:
 
     # --- the whole weights ------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, Tensor]:
-        """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0."""
-        return gather_full(self.optimizer.parameters.items())
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the whole weights under their Hugging Face names, sorted."""
+        return {name: weight.shape for name, weight in sorted(self.optimizer.parameters.items())}
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Goes on from rank 0's whole weights, as `weights` returns them."""
-        scatter_full(weights, self.optimizer.parameters.items())
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, sharded and in fp32, in the order of `shapes`."""
+        yield from sorted(self.optimizer.parameters.items())
 
     def state(self) -> dict[str, Any]:
         """Copies of this rank's shards on the CPU: "model" and "optimizer" by parameter."""

@@ -1,20 +1,16 @@
-"""Places the ranks of one trainer, shards the policy over them (FSDP2) and gathers it."""
+"""Places the ranks of one trainer, and shards the policy over them (FSDP2)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from paceline.training.checkpoints import copy_local
 from paceline.training.process import join_ranks
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.loading import StartWeights
@@ -53,25 +49,3 @@ def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:
             mp_policy=precision,
         )
     return model
-
-
-def scatter_full(full: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Undoes gather_full: gives each tensor the numbers of rank 0's whole one."""
-    for name, tensor in tensors:
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        whole = full[name].to(tensor.device) if full else empty
-        if isinstance(tensor, DTensor):
-            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
-        copy_local(whole, tensor)
-
-
-def gather_full(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU of rank 0; the other ranks join the gathers and get an empty
-    dict.
-    """
-    full: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dist.get_rank() == 0:
-            full[name] = whole.detach().to("cpu", copy=True).contiguous()
-    return full

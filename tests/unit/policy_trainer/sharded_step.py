@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from paceline.config import OptimizerConfig
 from paceline.training.process import tensors_from_rank_zero
@@ -27,7 +29,7 @@ from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.loading import StartWeights
 from policy_trainer.learn.minibatches import mini_batches
 from policy_trainer.learn.model import policy_on_meta
-from policy_trainer.learn.parallel import form_mesh, gather_full, shard
+from policy_trainer.learn.parallel import form_mesh, shard
 
 
 class Rewarded(Grpo):
@@ -70,6 +72,17 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
     return made
 
 
+def whole(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of what is sharded, as torch gathers it, on every rank."""
+    return {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one)
+        .detach()
+        .to("cpu", copy=True)
+        .contiguous()
+        for name, one in tensors
+    }
+
+
 def main(model: Path, out: Path, broken: int) -> None:
     """Steps once on the fixed batch; trajectory `broken` has a log-prob that is NaN, -1 for none."""
     capped = CorrectionConfig(weight="token")
@@ -100,10 +113,10 @@ def main(model: Path, out: Path, broken: int) -> None:
     rounds: list[int] = []
     learner.on_micro_batch = lambda number, of: rounds.append(number)
     loss = learner._accumulate(batch, part, known, figures)
-    gradients = gather_full((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
+    gradients = whole((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
     norm = learner._move(loss)
     found = figures.reduced()
-    weights = gather_full(policy.named_parameters())
+    weights = whole(policy.named_parameters())
     if dist.get_rank() == 0:
         numbers = [loss, found["entropy"], found.get("behavior_gap", math.nan), norm, len(rounds)]
         figures_of = torch.tensor(numbers, dtype=torch.float64)
@@ -126,7 +139,7 @@ SAVING = {"compute_dtype": "bfloat16", "reshard_after_forward": True, "recompute
 
 def five_steps(model: Path, out: Path, *, saving: bool = False) -> None:
     """Five steps in every mode on batches that all ranks know; rank 0 writes weights and losses."""
-    whole: dict[str, torch.Tensor] = {}
+    everything: dict[str, torch.Tensor] = {}
     mesh = None
     for name, given in MODES.items():
         config = PolicyTrainerConfig.model_validate(
@@ -148,11 +161,11 @@ def five_steps(model: Path, out: Path, *, saving: bool = False) -> None:
             made = [replace(t, reward=r) for t, r in zip(trajectories(), rewards, strict=True)]
             facts = learner.step(make_batch(made, 4), step)
             losses += [facts.figures[one] for one in COMPARED]
-        weights = learner.weights()
-        whole |= {f"{name}.{key}": value for key, value in weights.items()}
-        whole[f"{name}.losses"] = torch.tensor(losses, dtype=torch.float64)
+        weights = whole(learner.published())
+        everything |= {f"{name}.{key}": value for key, value in weights.items()}
+        everything[f"{name}.losses"] = torch.tensor(losses, dtype=torch.float64)
     if dist.get_rank() == 0:
-        save_file(whole, out)
+        save_file(everything, out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -174,7 +187,7 @@ def loading(model: Path, out: Path) -> None:
     StartWeights._read = counting  # type: ignore[method-assign]
     shard(policy, mesh, config)
     shards = sum(local_of(one).numel() for one in policy.parameters())
-    weights = gather_full((name, p) for p, name in policy.names().items())
+    weights = whole((name, p) for p, name in policy.names().items())
     if dist.get_rank() == 0:
         save_file({**weights, "held": torch.tensor([max(held), shards])}, out)
     dist.barrier()

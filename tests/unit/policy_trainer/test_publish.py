@@ -1,38 +1,101 @@
-"""What a restarted trainer takes of the weights that serve."""
+"""What rank 0 is given of the weights, and what a restarted trainer takes of those that serve."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from unit.policy_trainer import publishing_ranks
+from unit.policy_trainer.publishing_ranks import PIECE
 
 from paceline.errors import DataLoss
-from policy_trainer.publish import Publication, make_publication, merged
-
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def published(weights: dict[str, torch.Tensor], dtype: str) -> Publication:
-    return make_publication(1, weights, dtype)
+from paceline.tensors import NamedTensor
+from policy_trainer.publish import check_same_model
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merged_weights_are_published_as_those_that_serve_and_else_their_own(dtype: str) -> None:
-    draw = torch.Generator().manual_seed(1)
-    served = {EMBEDDING: torch.randn(64, 8, generator=draw), "b": torch.tensor([0.0, 1.0])}
-    own = {name: tensor.clone() for name, tensor in served.items()}
-    own[EMBEDDING][3] *= 1.25
-    own["b"][0] = -0.0  # equal, but other bits
-    there = published(served, dtype)
-    taken = merged(own, there.policy)
-    assert [bytes(one.view) for one in published(taken, dtype).policy] == [
-        bytes(one.view) for one in there.policy
-    ]
-    kept = torch.ones(64, dtype=torch.bool)
-    kept[3] = False
-    assert torch.equal(taken[EMBEDDING][kept], own[EMBEDDING][kept]), "lost its fp32 numbers"
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """61 rows are no multiple of 2 or 3, and more than a piece."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
+def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_more_than_a_piece(
+    model_dir: Path, tmp_path: Path, ranks: int, dtype: str
+) -> None:
+    run_ranks(publishing_ranks.main, ranks, tmp_path, model_dir, tmp_path, {"publish_dtype": dtype})
+    full = load_file(tmp_path / "full.safetensors")
+    start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
+    assert any(not torch.equal(one, start[name]) for name, one in full.items())
+    published = load_file(tmp_path / "published.safetensors")
+    exported = load_file(tmp_path / "checkpoints/checkpoint-1/model.safetensors")
+    assert list(published) == list(exported) == sorted(full)
+    for name, one in full.items():
+        assert bits(published[name]) == bits(one.to(getattr(torch, dtype))), name
+        assert bits(exported[name]) == bits(one), name
+    held = json.loads((tmp_path / "held.json").read_text())
+    assert max(publishing for publishing, _ in held) <= 2 * PIECE  # fp32 rows and those that travel
+    largest = max(one.nbytes for one in full.values())
+    assert held[0][1] <= 2 * largest  # one tensor, and the next while it is let go
+    assert sum(one.nbytes for one in full.values()) > 4 * largest
+
+
+def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
+    run_ranks(publishing_ranks.main, 2, tmp_path, model_dir, tmp_path, {})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints/checkpoint-1")
+    full = load_file(tmp_path / "full.safetensors")
+    trained = LlamaForCausalLM.from_pretrained(model_dir)
+    trained.load_state_dict(full, strict=False)
+    ids = torch.arange(40)[None]
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded(ids).logits, trained(ids).logits)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "bfloat16"), (3, "bfloat16"), (2, "float32")])
+def test_weights_become_those_that_serve_and_keep_what_is_published_so(
+    model_dir: Path, tmp_path: Path, ranks: int, dtype: str
+) -> None:
+    run_ranks(publishing_ranks.taking, ranks, tmp_path, model_dir, tmp_path, dtype)
+    own, served, taken = (
+        load_file(tmp_path / f"{name}.safetensors") for name in ("own", "served", "taken")
+    )
+    for name, one in taken.items():
+        assert bits(one.to(served[name].dtype)) == bits(served[name]), name
+        assert torch.equal(one[:-1][one[:-1] != 0], own[name][:-1][one[:-1] != 0]), name
+
+
+def test_a_disk_without_room_is_told_on_all_ranks(model_dir: Path, tmp_path: Path) -> None:
+    run_ranks(publishing_ranks.without_room, 2, tmp_path, model_dir, tmp_path)
 
 
 def test_weights_of_another_model_are_not_taken() -> None:
-    served = published({EMBEDDING: torch.zeros(4, 2)}, "float32")
-    with pytest.raises(DataLoss, match="another model serves"):
-        merged({EMBEDDING: torch.zeros(4, 3)}, served.policy)
+    own = NamedTensor("a", "F32", (4, 3), bytes(48))
+    check_same_model([own], [own])
+    for other in (
+        NamedTensor("a", "F32", (3, 4), bytes(48)),
+        NamedTensor("b", "F32", (1,), bytes(4)),
+    ):
+        with pytest.raises(DataLoss, match="another model serves"):
+            check_same_model([own], [other])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.policy_trainer.held import Held
 from unit.policy_trainer.sharded_step import trajectories
 
 from paceline.local.memory_plan import LOGITS, PolicySizes, policy_plan
@@ -21,34 +18,6 @@ from policy_trainer.learn.build import build_learner
 
 VOCABULARY = 152_064
 HEAD_ROWS = 64
-
-
-class Held(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have made and nobody has let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_iter(made):
-            if isinstance(one, torch.Tensor):
-                self._count(one.untyped_storage())
-        return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if size and key not in self._seen:
-            self._seen.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._let_go, key, size)
-
-    def _let_go(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
 
 
 def test_a_step_holds_one_chunk_of_logits_and_no_more_than_is_planned(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
+from unit.policy_trainer.sharded_step import whole
 
 from paceline.config import OptimizerConfig
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
@@ -102,7 +103,7 @@ def learned(
     learner = build_learner(config, mesh)
     sampler = LlamaForCausalLM.from_pretrained(model)
     draw = torch.Generator().manual_seed(seed)
-    versions = [learner.weights()]
+    versions = [whole(learner.published())]
     rewards = []
     for step in range(STEPS):
         version = max(0, step - lag)
@@ -110,7 +111,7 @@ def learned(
         batch = sampled(sampler, step, version, draw)
         rewards.append(sum(one.reward or 0.0 for one in batch) / len(batch))
         learner.step(make_batch(batch, step), step)
-        versions.append(learner.weights())
+        versions.append(whole(learner.published()))
     return sum(rewards[-5:]) / 5
 
 
