@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from coordinator.journal.entry import VERSION as JOURNAL_VERSION
 from coordinator.journal.entry import JournalEntry
+from coordinator.journal.groups import KnownGroup
 from coordinator.journal.records import Carried
 from coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from coordinator.machine.state import State
@@ -359,7 +360,7 @@ REQUEST = epb.EngineRequest(
 FACT = cpb.Fact(sequence=1, step_began=cpb.StepBegan(samples=2))
 SNAPSHOT = Snapshot(
     *(9, 1.0, {"0": "00-a-b-01"}, State(), Carried(pulls={"off": 3})),
-    *({"0": ((0, "s0.t0", 2),)}, (0, 1.5)),
+    *({"0": (KnownGroup(0, "s0.t0", 2),)}, (0, 1.5)),
 )
 MANIFEST = build_manifest(epb.WEIGHT_TARGET_POLICY, 1, [TENSOR])
 

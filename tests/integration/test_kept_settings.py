@@ -31,6 +31,7 @@ OTHERS = {
     "coordinator.slots_per_worker": ("2", "1"),
     "coordinator.prompts_per_step": ("1", "2"),
     "coordinator.samples_per_task": ("3", "2"),
+    "coordinator.dynamic_sampling_rounds": ("1", "0"),
 }
 """What is set, and what the run has begun with."""
 TOGETHER = (
@@ -39,6 +40,7 @@ TOGETHER = (
     ("coordinator.slots_per_worker",),
     ("coordinator.prompts_per_step",),
     ("coordinator.samples_per_task",),
+    ("coordinator.dynamic_sampling_rounds",),
 )
 WORKERS = "gateway.engine.workers"
 

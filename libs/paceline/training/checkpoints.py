@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from paceline.errors import DataLoss, Unavailable
+from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.file_hashes import check_hashes, read_hashes, write_hashes
 from paceline.training.process import from_all_ranks
 from paceline.training.shards import local_of, read_each, read_shards, tensors_of, write_shard
@@ -114,11 +114,23 @@ class CheckpointWriter:
             self._failure = next((one["failure"] for one in written if one["failure"]), None)
             if rank == 0 and self._failure is None:
                 hashes = {one["file"]: one["hash"] for one in written}
-                self._complete(state, hashes, fresh, self.path(number))
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch's: another rank is lost
+                self._failure = self._failing(state, hashes, fresh, self.path(number))
+            if writing is not None:  # nobody writes there again before rank 0 has left it
+                self._failure = from_all_ranks(self._failure, writing)[0]
+        except RuntimeError as error:  # torch's: another rank is lost
             self._failure = _cause(error)
         if rank == 0 and self._failure is not None:
             shutil.rmtree(fresh, ignore_errors=True)
+
+    def _failing(
+        self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path
+    ) -> str | None:
+        """Completes the checkpoint; says why it could not be."""
+        try:
+            self._complete(state, hashes, fresh, final)
+        except (OSError, SafetensorError, RuntimeError, PacelineError) as error:
+            return _cause(error)
+        return None
 
     def _complete(
         self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path

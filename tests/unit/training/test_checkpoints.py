@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
+from unit.training import writing_ranks
 
 from paceline.errors import DataLoss, Unavailable
 from paceline.file_hashes import MANIFEST, check_hashes, write_hashes
@@ -246,3 +248,9 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Unavailable, match="file"):
         write(tmp_path / "file" / "drafter", 1)
+
+
+def test_no_rank_is_done_with_a_checkpoint_before_rank_zero_has_read_all_shards(
+    tmp_path: Path,
+) -> None:
+    run_ranks(writing_ranks.main, 2, tmp_path, tmp_path / "checkpoints")
