@@ -16,6 +16,7 @@ POINTER = re.compile(r"(?<![\w./*<{$-])((?:[\w.-]+/)*[\w-]+\.(?:py|proto|md|toml
 OTHERS = re.compile(r"DESIGN\b")
 EXCEPTIONS = {
     "file.py": "stands for a user's file",
+    "mine.py": "stands for a user's file",
     "path/to/file.py": "stands for a user's file",
     "medusa.py": "stands for a user's file",
     "path/to/medusa.py": "stands for a user's file",

@@ -9,12 +9,12 @@ import importlib.util
 import pkgutil
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidInput
 
 OWN = "package.module:Name or path/to/file.py:Name"
 
@@ -29,7 +29,8 @@ def find_variant(name: str, table: Mapping[str, Variant], family: str) -> Varian
     if name in table:
         return table[name]
     if ":" not in name:
-        allowed = f"{', '.join(sorted(table))}; or your own, {OWN}"
+        ours = f"{', '.join(sorted(table))}; or your own, " if table else ""
+        allowed = ours + OWN
         raise ConfigError(f"no such {family}", seen=name, allowed=allowed)
     try:
         own: Variant = import_object(name)
@@ -37,6 +38,30 @@ def find_variant(name: str, table: Mapping[str, Variant], family: str) -> Varian
         message = f"a {family} cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(message, seen=name, allowed=OWN) from error
     return own
+
+
+def import_filter(path: str, family: str) -> Callable[[Any], bool]:
+    """A user's function that says True of what is kept.
+
+    Raises ConfigError. Where it is called: InvalidInput for what it raises, and for any other
+    answer than True and False.
+    """
+    own: Any = find_variant(path, {}, family)
+    if not callable(own):
+        raise ConfigError(f"a {family} is not callable", seen=path, allowed="a function")
+
+    def keeps(value: Any) -> bool:
+        try:
+            answer = own(value)
+        except Exception as error:  # a user's function may raise anything
+            message = f"the {family} failed: {type(error).__name__}: {error}"
+            raise InvalidInput(message, seen=repr(value)[:200]) from error
+        if not isinstance(answer, bool):
+            message = f"the {family} {path} must say whether something is kept"
+            raise InvalidInput(message, seen=repr(answer)[:80], allowed="True or False")
+        return answer
+
+    return keeps
 
 
 def import_object(path: str) -> Any:

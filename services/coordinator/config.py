@@ -72,7 +72,7 @@ class LaterConfig(Config):
     from_step: int = Field(default=0, ge=0)
     """First RL step with these tasks; 0: never."""
     tasks_path: str = ""
-    """Training tasks, .jsonl or .parquet."""
+    """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk."""
     heldout_path: str = ""
     """Held-out tasks of evaluations from then on; empty keeps those of before."""
 
@@ -83,13 +83,17 @@ class CoordinatorConfig(ServiceConfig):
     steps: int = Field(default=200, ge=0)
     """RL steps of the run."""
     tasks_path: str = ""
-    """Training tasks, .jsonl or .parquet.
+    """Training tasks: .jsonl, .parquet, or a directory that datasets wrote with save_to_disk.
 
     Empty with environment "external": open traffic, agents bring their own.
     """
     heldout_path: str = ""
     """Held-out tasks; empty makes no evaluations."""
     later: LaterConfig = LaterConfig()
+    task_filter: str = ""
+    """Your own choice of training tasks, module:function or file.py:function: asked once of every
+    task, it says True of those that are drawn. Empty: all.
+    """
     prompts_per_step: int = Field(default=16, ge=1)
     """Tasks drawn for a step; in open traffic the groups that must close for one."""
     samples_per_task: int = Field(default=8, ge=2)

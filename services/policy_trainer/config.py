@@ -59,6 +59,10 @@ class PolicyTrainerConfig(ServiceConfig):
     with an older one is not trained at all. Empty: coordinator.max_policy_lag in a whole run, else
     0.
     """
+    group_filter: str = ""
+    """Your own choice of the groups that are trained, module:function or file.py:function: asked of
+    the trajectories of each that would be. Those it says False of are dropped as "filtered".
+    """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     checkpoint_keep: int = Field(default=2, ge=1)

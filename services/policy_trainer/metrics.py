@@ -31,6 +31,7 @@ GROUPS_DROPPED = Counter(
     ("reason",),
     "groups that a step asked for and did not train; reason: stale (a token of one of its sessions "
     "is older than `max_staleness` allows), no_variance (dynamic sampling drew others), "
+    "filtered (by `group_filter`), "
     "too_few_siblings, unscored, incomplete_session or not_finite",
 )
 NOT_FINITE = Counter(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
+from paceline.plugins import import_filter
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.rpc.progress import REDIS
@@ -56,7 +57,13 @@ class RankZero:
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
         self._ledger = Ledger(self._client, config.run.id)
-        self._batcher = Batcher(self._stream, self._ledger, max_staleness=config.max_staleness or 0)
+        own = config.group_filter
+        self._batcher = Batcher(
+            self._stream,
+            self._ledger,
+            max_staleness=config.max_staleness or 0,
+            keeps=import_filter(own, "group filter") if own else None,
+        )
 
     def close(self) -> None:
         """Closes connections and the loop."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from coordinator.config import CoordinatorConfig
 from coordinator.machine.state import Evaluation
 from paceline.errors import ConfigError
+from paceline.plugins import import_filter
 from paceline.rpc import leased
-from paceline.tasks import Task, TaskCursor, read_tasks
+from paceline.tasks import Task, TaskCursor, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
@@ -30,8 +31,8 @@ class Stage:
     """The tasks from one step on."""
 
     from_step: int
-    tasks: list[Task]
-    heldout: list[Task]
+    tasks: Sequence[Task]
+    heldout: Sequence[Task]
 
 
 class TaskSource:
@@ -43,7 +44,7 @@ class TaskSource:
         """
         self._config = config
         later = config.later
-        tasks = [] if config.open_traffic else _enough(config, config.tasks_path)
+        tasks: Sequence[Task] = [] if config.open_traffic else _enough(config, config.tasks_path)
         self._stages = [Stage(0, tasks, _tasks(config.heldout_path))]
         if later.from_step:
             heldout = _tasks(later.heldout_path) or self._stages[0].heldout
@@ -145,13 +146,14 @@ class TaskSource:
         )
 
 
-def _tasks(path: str) -> list[Task]:
-    return read_tasks(path) if path else []
+def _tasks(path: str) -> Sequence[Task]:
+    return open_tasks(path) if path else []
 
 
-def _enough(config: CoordinatorConfig, path: str) -> list[Task]:
+def _enough(config: CoordinatorConfig, path: str) -> Sequence[Task]:
     """The training tasks of a file. Raises ConfigError when a step needs more."""
-    tasks = read_tasks(path)
+    own = config.task_filter
+    tasks = open_tasks(path, import_filter(own, "task filter") if own else None)
     if len(tasks) < config.prompts_per_step:
         raise ConfigError(
             f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"

@@ -178,12 +178,9 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        from pyarrow import ArrowException, parquet  # optional: only who has such files needs it
-    except ImportError as error:
-        raise ConfigError(
-            "Parquet files need pyarrow", seen=file, allowed="pip install pyarrow, or JSONL"
-        ) from error
+    # It takes a moment to import; who reads JSONL does not wait for it.
+    from pyarrow import ArrowException, parquet
+
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
             # A table has all columns in each row; those without a value are not part of its record.

@@ -15,6 +15,7 @@ from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, span
 from policy_trainer.batches.groups import (
     Batch,
+    GroupFilter,
     Wanted,
     batch_of,
     close,
@@ -44,12 +45,20 @@ class Batcher:
     """Reader of one run's trajectory stream, as the one consumer of group "policy"."""
 
     def __init__(
-        self, stream: Stream, marks: Marks, *, max_staleness: int, max_pending: int = MAX_PENDING
+        self,
+        stream: Stream,
+        marks: Marks,
+        *,
+        max_staleness: int,
+        max_pending: int = MAX_PENDING,
+        keeps: GroupFilter | None = None,
     ) -> None:
+        """`keeps`: a user's choice of groups, whose answers are in the step's record."""
         self._stream = stream
         self._marks = marks
         self._max_staleness = max_staleness
         self._max_pending = max_pending
+        self._keeps = keeps
         self._held = HeldGroups()  # not yet in a batch
         self._trained: set[str] = set()  # entry ids in batches that no checkpoint holds yet
         self.dead_letters = 0
@@ -83,7 +92,7 @@ class Batcher:
                 for entry in entries:
                     await self._admit(entry)
 
-        return close(wanted, self._held, self._max_staleness)
+        return close(wanted, self._held, self._max_staleness, self._keeps)
 
     def take(self, record: StepRecord) -> Batch:
         """The batch of a recorded step again. Raises DataLoss when an entry of it is gone."""

@@ -9,7 +9,7 @@ the others are compared with. A group may come from another draw than the step t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from paceline.trajectory import Trajectory
@@ -20,6 +20,9 @@ LEAST_SIBLINGS = 2
 """Sessions without which a group has nothing to compare, unless it was opened for one."""
 NO_VARIANCE = "no_variance"
 """Why a group is dropped whose sessions all got the same reward."""
+FILTERED = "filtered"
+"""Why a group is dropped that a user's filter does not keep."""
+GroupFilter = Callable[[Sequence[Trajectory]], bool]
 ABANDONED = 8
 """Policy versions beyond the bound after which a group that no step has asked for is given up."""
 
@@ -70,9 +73,11 @@ def is_complete(wanted: Wanted, here: HeldGroups) -> bool:
     return all(here.newest(group).complete >= size for group, size in wanted.groups)
 
 
-def close(wanted: Wanted, here: HeldGroups, max_staleness: int) -> Batch:
-    """The step's batch of what is here, as the groups stand."""
-    closing = _Closing(wanted.policy_version, max_staleness)
+def close(
+    wanted: Wanted, here: HeldGroups, max_staleness: int, keeps: GroupFilter | None = None
+) -> Batch:
+    """The step's batch of what is here, as the groups stand. Raises what `keeps` raises."""
+    closing = _Closing(wanted.policy_version, max_staleness, keeps)
     for group, size in wanted.groups:
         if group in wanted.left_out:
             closing.leave_out(here.newest(group))
@@ -102,6 +107,7 @@ class _Closing:
 
     policy_version: int
     max_staleness: int
+    keeps: GroupFilter | None
     trained: list[HeldTrajectory] = field(default_factory=list)
     dropped: dict[str, tuple[str, str]] = field(default_factory=dict)
     groups: Counter[str] = field(default_factory=Counter)
@@ -133,11 +139,14 @@ class _Closing:
             default=LEAST_SIBLINGS,
         )
         if usable and len(usable) >= min(LEAST_SIBLINGS, opened_for):
-            self.trained.extend(held for session in usable for held in session.branches)
-            return
+            branches = [held for session in usable for held in session.branches]
+            if self.keeps is None or self.keeps([held.trajectory for held in branches]):
+                self.trained += branches
+                return
+            reason = FILTERED
         self.groups[reason] += 1
         for session in usable:
-            self._drop(session, "too_few_siblings")
+            self._drop(session, FILTERED if reason == FILTERED else "too_few_siblings")
 
     def leave_out(self, draw: HeldDraw) -> None:
         """Drops a group that dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) has drawn

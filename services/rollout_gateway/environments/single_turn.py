@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from rollout_gateway.environments.base import Episode, EpisodeTask, Model
+from rollout_gateway.environments.tool_use import opening
 
 
 class SingleTurn:
-    """The task's prompt as it is, one generation, done."""
+    """The task's prompt as it is, or its conversation under the chat template where metadata
+    "messages" has one; one generation, done.
+    """
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
+        """Raises InvalidInput for metadata "messages" of another form."""
+        if "messages" in task.metadata:
+            asked = opening(task)
+            answered = await model.chat(tuple(asked))
+            told = (*asked, answered.message)
+            return Episode(task, answered.message.content, answered.finish, told)
         turn = await model.generate(model.encode(task.prompt))
         return Episode(task, turn.text, turn.finish)

@@ -53,7 +53,7 @@ class ToolUse:
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """Raises InvalidInput for a task that says something else than the above."""
-        messages = _opening(task)
+        messages = opening(task)
         tools = self._offered(task)
         schemas = [schema(tool) for tool in tools.values()]
         for left in reversed(range(_turns(task))):
@@ -113,7 +113,8 @@ async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Mess
     return Message("tool", text, tool_call_id=call.call_id, name=call.name)
 
 
-def _opening(task: EpisodeTask) -> list[Message]:
+def opening(task: EpisodeTask) -> list[Message]:
+    """How the conversation of a task begins. Raises InvalidInput for one of another form."""
     if "messages" not in task.metadata:
         system = task.metadata.get("system")
         return [*([Message("system", system)] if system else []), Message("user", task.prompt)]

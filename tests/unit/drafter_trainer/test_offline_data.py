@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,14 +213,3 @@ def _schema(arrow: Any) -> Any:
     return arrow.schema(
         [("input_ids", integers), ("loss_mask", integers), ("messages", arrow.list_(message))]
     )
-
-
-def test_parquet_without_pyarrow_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(
-        ConfigError, match=r"need pyarrow; .*allowed: pip install pyarrow, or JSONL"
-    ):
-        read_samples(tmp_path / "a.parquet", none, 9)

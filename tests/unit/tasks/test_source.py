@@ -2,8 +2,6 @@
 exactly.
 """
 
-import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -67,20 +65,6 @@ def test_a_missing_file_and_an_unknown_ending_are_refused_by_name(tmp_path: Path
     (tmp_path / "tasks.csv").write_text("")
     with pytest.raises(TaskFileError, match=r"seen: '\.csv'; allowed: \.jsonl, \.parquet"):
         read_tasks(tmp_path / "tasks.csv")
-
-
-def test_a_parquet_file_is_read_or_its_missing_reader_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "tasks.parquet"
-    if importlib.util.find_spec("pyarrow") is None:
-        file.write_bytes(b"PAR1")
-        with pytest.raises(TaskFileError, match="pip install pyarrow"):
-            read_tasks(file)
-        return
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist([json.loads(GOOD)]), file)
-    assert read_tasks(file) == [Task("t1", "48:36=", "12")]
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 12), st.integers(0, 5))

@@ -1,0 +1,17 @@
+"""Reads tasks from files without holding them in memory, and draws them in a fixed order."""
+
+from __future__ import annotations
+
+from paceline.tasks.cursor import TaskCursor
+from paceline.tasks.file import TaskFile, open_tasks, read_tasks
+from paceline.tasks.task import Task, TaskFileError, write_tasks
+
+__all__ = [
+    "Task",
+    "TaskCursor",
+    "TaskFile",
+    "TaskFileError",
+    "open_tasks",
+    "read_tasks",
+    "write_tasks",
+]

@@ -1,0 +1,70 @@
+"""Draws tasks in a seeded order."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+
+from paceline.errors import InvalidInput
+from paceline.tasks.task import Task
+
+
+class TaskCursor:
+    """Draws tasks in a seeded order that is shuffled anew for each epoch and never ends.
+
+    The order depends on (seed, epoch) and the number of tasks alone, so a cursor made with the same
+    tasks and seed and the `position` of another one continues exactly where that one stood.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
+        """`position` counts the tasks drawn so far.
+
+        Raises InvalidInput on no tasks or a negative position.
+        """
+        if not tasks:
+            raise InvalidInput("a task cursor has no tasks", seen=0, allowed="1 or more")
+        if position < 0:
+            raise InvalidInput(
+                "the position of a task cursor is negative", seen=position, allowed="0 or more"
+            )
+        self._tasks = tasks
+        self._seed = seed
+        self._position = position
+
+    @property
+    def position(self) -> int:
+        """Tasks drawn since the start of the run, over all epochs."""
+        return self._position
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order."""
+        return self._seed
+
+    def draw(self, count: int) -> list[Task]:
+        """The next `count` tasks; an epoch's last draw continues into the next epoch."""
+        if count < 0:
+            raise InvalidInput(
+                "the count of tasks to draw is negative", seen=count, allowed="0 or more"
+            )
+        drawn = [self._task_at(self._position + offset) for offset in range(count)]
+        self._position += count
+        return drawn
+
+    def _task_at(self, position: int) -> Task:
+        epoch, index = divmod(position, len(self._tasks))
+        return self._tasks[_order(self._seed, epoch, len(self._tasks))[index]]
+
+
+# Steps make a cursor each: without the cache a large file would be shuffled for every one of them.
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> array[int]:
+    """[count] indices of one epoch, 8 bytes each."""
+    # Seeding with text would depend on Random's own hashing; a digest is the same everywhere.
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    order = array("Q", range(count))
+    random.Random(int.from_bytes(digest[:8], "big")).shuffle(order)
+    return order

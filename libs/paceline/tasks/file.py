@@ -1,0 +1,112 @@
+"""Opens a file of tasks by its format, checks every record once and reads a task when it is drawn.
+
+Of each task 8 bytes of its id's hash are held while it is checked, and 8 bytes for its number where
+a filter leaves some out; what is read is not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from paceline.tasks.columns import task_of
+from paceline.tasks.rows import JsonLines, Rows
+from paceline.tasks.task import Task, TaskFileError
+
+ALLOWED = ".jsonl, .parquet, or a directory of datasets.Dataset.save_to_disk"
+Keep = Callable[[Task], bool]
+
+
+class TaskFile(Sequence[Task]):
+    """The tasks of one file in its order. The file must stay as it is while this is used."""
+
+    def __init__(self, path: Path, rows: Rows, keep: Keep | None = None) -> None:
+        """`keep`: says of each task whether it is one of these.
+
+        Raises TaskFileError for a record that is wrong, an id that stands twice and no record at
+        all; what `keep` raises.
+        """
+        self._rows = rows
+        self._kept = array("Q") if keep is not None else None
+        digests = array("Q")
+        for index, record in enumerate(rows):
+            task = task_of(rows.place(index), rows.number(index), record)
+            digests.append(_digest(task.task_id))
+            if keep is not None and self._kept is not None and keep(task):
+                self._kept.append(index)
+        if not digests:
+            raise TaskFileError("a task file holds no task", seen=path, allowed="1 or more")
+        self._check_distinct(digests)
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._kept is None else len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return self._task(at if self._kept is None else self._kept[at])
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(len(self)))
+
+    def _task(self, row: int) -> Task:
+        rows = self._rows
+        return task_of(rows.place(row), rows.number(row), rows.record(row))
+
+    def _check_distinct(self, digests: array[int]) -> None:
+        hashes = np.frombuffer(digests, dtype=np.uint64)
+        order = np.argsort(hashes, kind="stable")
+        (equal,) = np.nonzero(np.diff(hashes[order]) == 0)
+        for at in equal.tolist():
+            first, again = (int(row) for row in order[at : at + 2])
+            if self._task(first).task_id == self._task(again).task_id:
+                raise TaskFileError(
+                    f"{self._rows.place(again)}: task_id was already used at "
+                    f"{self._rows.place(first)}",
+                    seen=self._task(again).task_id,
+                )
+
+
+def open_tasks(path: str | Path, keep: Keep | None = None) -> TaskFile:
+    """The tasks of a .jsonl or .parquet file, or of a dataset on disk, of those that `keep` keeps.
+
+    Raises TaskFileError at the first record that is wrong.
+    """
+    found = Path(path)
+    if not found.exists():
+        raise TaskFileError(f"task file {found} does not exist")
+    return TaskFile(found, _rows(found), keep)
+
+
+def read_tasks(path: str | Path) -> list[Task]:
+    """Every task of a small file at once; see open_tasks."""
+    return list(open_tasks(path))
+
+
+def _rows(path: Path) -> Rows:
+    if path.is_file() and path.suffix == ".jsonl":
+        return JsonLines(path)
+    if not path.is_dir() and path.suffix != ".parquet":
+        raise TaskFileError(
+            f"task file {path} has an unknown ending", seen=repr(path.suffix), allowed=ALLOWED
+        )
+    # pyarrow takes a moment to import; who reads JSONL does not wait for it.
+    from paceline.tasks.arrow import dataset_rows, parquet_rows
+
+    return dataset_rows(path) if path.is_dir() else parquet_rows(path)
+
+
+def _digest(task_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(task_id.encode(), digest_size=8).digest(), "big")
