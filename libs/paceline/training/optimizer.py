@@ -34,11 +34,14 @@ class NamedAdamW:
             betas=config.betas,
             eps=_EPS,
             weight_decay=config.weight_decay,
-            foreach=True,
+            foreach=not config.fused,
+            fused=config.fused,
         )
         for parameter in self.parameters.values():
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            self.adamw.state[parameter] = {"step": torch.zeros(()), **moments}
+            # The fused kernel counts where it runs, the others on the CPU.
+            place = parameter.device if config.fused else "cpu"
+            self.adamw.state[parameter] = {"step": torch.zeros((), device=place), **moments}
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Step and moments of one parameter, live."""

@@ -137,7 +137,7 @@ SAVING = {"compute_dtype": "bfloat16", "reshard_after_forward": True, "recompute
 """Every way of saving memory at once."""
 
 
-def five_steps(model: Path, out: Path, *, saving: bool = False) -> None:
+def five_steps(model: Path, out: Path, *, saving: bool = False, fused: bool = False) -> None:
     """Five steps in every mode on batches that all ranks know; rank 0 writes weights and losses."""
     everything: dict[str, torch.Tensor] = {}
     mesh = None
@@ -149,7 +149,7 @@ def five_steps(model: Path, out: Path, *, saving: bool = False) -> None:
                 "algorithm": {"name": name, **given},
                 "tokens_per_micro_batch": 192,
                 "row_tokens": 64,
-                "optimizer": {"lr": 1e-4},
+                "optimizer": {"lr": 1e-4, "fused": fused},
                 **(SAVING if saving else {}),
             }
         )
