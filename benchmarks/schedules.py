@@ -119,6 +119,17 @@ def tokens_s(one: DemoRun) -> float:
     return float(trained / (ends[-1] - ends[0]))
 
 
+def waiting(one: DemoRun) -> float:
+    """Share of the same time in which the learner had no batch: neither its slots were on their way
+    to it, nor did it train, push or commit.
+    """
+    ends = [float(step["finished_at_s"]) for step in one.steps]
+    busy = sum(
+        step.get("policy_s", 0.0) + step.get("preempt_wait_s", 0.0) for step in one.steps[1:]
+    )
+    return float(1 - busy / (ends[-1] - ends[0]))
+
+
 def staleness(one: DemoRun) -> Counter[int]:
     """Samples trained, by the policy versions between their oldest token and the trained one."""
     found: Counter[int] = Counter()
@@ -134,6 +145,7 @@ def _row(one: DemoRun, sync: DemoRun) -> Row:
         "arm": one.arm,
         "tokens/s": tokens_s(one),
         "over sync": tokens_s(one) / tokens_s(sync),
+        "learner waits": f"{waiting(one):.0%}",
         "samples by age": " ".join(f"{age}:{ages[age] / ages.total():.2f}" for age in sorted(ages)),
         "reward": f"{one.steps[0].get('reward_mean', 0.0):.3f}→{_reward(one):.3f}",
         "accuracy": f"{one.summary['accuracy_first']:.3f}→{_accuracy(one):.3f}",

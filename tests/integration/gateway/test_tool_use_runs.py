@@ -4,6 +4,7 @@ and sandboxes.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ async def test_a_task_is_solved_with_the_calculator_and_with_python(
     assert samples["product"].response_tokens == sum(
         len(codec.encode_piece(text)) + 1 for text in said
     )
+
+
+async def test_the_messages_of_a_task_are_asked_as_a_conversation(
+    serve_gateway: Any, model_dir: Any, script: dict[str, Any]
+) -> None:
+    teach(model_dir, script)
+    script["replies"] = [{"pattern": rf"(?s)#41.*once more{SPEAK}$", "texts": ["It is #42"]}]
+    script["max_sequence_tokens"] = 4096
+    told = [("user", "6 times 7"), ("assistant", "It is #41"), ("user", "once more")]
+    messages = json.dumps([{"role": role, "content": text} for role, text in told])
+    task = rpb.TaskSpec(
+        task_id="t", prompt="once more", answer="42", group_id="g", metadata={"messages": messages}
+    )
+    async with serve_gateway() as served:
+        samples = await ran(served, [task], "single_turn", "math_answer")
+    assert samples["t"].reward.value == 1.0
 
 
 async def test_code_is_scored_by_the_share_of_its_tests(

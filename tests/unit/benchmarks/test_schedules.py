@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.demo_runs import DemoRun
-from benchmarks.schedules import arms, chosen_arms, compare, staleness, tokens_s
+from benchmarks.schedules import arms, chosen_arms, compare, staleness, tokens_s, waiting
 from coordinator.config import CoordinatorConfig
 from paceline.errors import InvalidInput
 
@@ -19,6 +19,8 @@ def run(arm: str, step_s: float, ages: dict[str, int], accuracy: float = 0.8) ->
             "step": str(number),
             "policy": {"batch_tokens": 1000.0},
             "finished_at_s": 60 + step_s * number,
+            "policy_s": 0.5,
+            "preempt_wait_s": 0.25,
             "reward_mean": 0.1 * number,
             "staleness": ages,
         }
@@ -39,6 +41,10 @@ def test_every_arm_is_a_configuration_that_the_coordinator_takes() -> None:
 
 def test_the_rate_leaves_the_first_step_out() -> None:
     assert tokens_s(run("sync", 2.0, {"0": 16})) == pytest.approx(500)
+
+
+def test_the_learner_waits_while_it_neither_trains_nor_gets_its_slots() -> None:
+    assert waiting(run("sync", 2.0, {"0": 16})) == pytest.approx(1.25 / 2)
 
 
 def test_a_faster_schedule_meets_its_goals_and_ages_are_counted() -> None:
