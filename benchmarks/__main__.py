@@ -32,6 +32,10 @@ BENCHES = {
         "benchmarks.coordinator",
         "events a second and latency of a decision, by slots; simulated runs of its machine",
     ),
+    "algorithms": (
+        "benchmarks.algorithms",
+        "accuracy that algorithms reach on the demo, with several seeds",
+    ),
     "schedules": (
         "benchmarks.schedules",
         "whole demo runs under every schedule and placement: tokens trained a second, reward",

@@ -1,0 +1,88 @@
+"""Compares whole demo runs under several algorithms: the held-out accuracy that each has reached
+after the same number of steps, from the same start, with the same seeds.
+
+A run is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was
+interrupted goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import demo_runs
+from benchmarks.demo_runs import DemoRun
+from benchmarks.e2e import RISE_GOAL
+from benchmarks.options import above_zero
+from benchmarks.result import BenchResult, Goal, Row, at_least, say
+from benchmarks.schedules import NO_EVALUATIONS
+from paceline.errors import InvalidInput
+
+_NAME, _OWN = "policy_trainer.algorithm.name", "policy_trainer.algorithm"
+ARMS: dict[str, tuple[str, ...]] = {
+    "grpo": (f"{_NAME}=grpo",),
+    "rloo": (f"{_NAME}=rloo",),
+    "ppo": (f"{_NAME}=ppo", f"{_OWN}.critic_lr=1e-3", f"{_OWN}.critic_warmup_steps=5"),
+    "gspo": (f"{_NAME}=gspo",),
+    "dapo": (f"{_NAME}=dapo", "coordinator.dynamic_sampling_rounds=2"),
+    "decoupled, eta 4": (
+        f"{_NAME}=decoupled",
+        "coordinator.schedule=fully_async",
+        "coordinator.max_policy_lag=4",
+    ),
+}
+"""Settings of each algorithm; the others are the demo's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--seeds", type=above_zero(int), default=3, help="seeds 0 .. N-1")
+    parser.add_argument("--steps", type=above_zero(int), default=60, help="RL steps of a run")
+    parser.add_argument("--arms", default=";".join(ARMS), help="of these, separated by ;")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench-algorithms"), help="folder of the runs"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of all runs"
+    )
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """All runs, seed by seed. Raises InvalidInput for an arm that there is not."""
+    wanted = options.arms.split(";")
+    if unknown := [arm for arm in wanted if arm not in ARMS]:
+        raise InvalidInput("no such arm", seen=unknown[0], allowed="; ".join(ARMS))
+    runs: list[DemoRun] = []
+    for seed in range(options.seeds):
+        for arm in wanted:
+            given = (*NO_EVALUATIONS, *ARMS[arm], *options.overrides)
+            out, name = options.out.absolute(), arm.replace(", ", "-").replace(" ", "")
+            made = await demo_runs.finished_run(out, seed, name, options.steps, _no_flags, given)
+            runs.append(DemoRun(seed, arm, made.summary, made.steps, made.cpu_s))
+            say(f"seed {seed}, {arm}: accuracy {made.summary['accuracy_last']:.3f}")
+    return compare(runs, options.steps)
+
+
+def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
+    """A row and a goal for each algorithm."""
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for arm in dict.fromkeys(one.arm for one in runs):
+        own = [one for one in runs if one.arm == arm]
+        rows.append(
+            {
+                "algorithm": arm,
+                "accuracy at the start": f"{own[0].summary['accuracy_first']:.3f}",
+                "after": " ".join(f"{one.summary['accuracy_last']:.3f}" for one in own),
+                "wall s": statistics.median(float(one.summary["wall_s"]) for one in own),
+            }
+        )
+        rise = statistics.median(one.rise for one in own)
+        goals.append(at_least(f"held-out accuracy gained, {arm}", RISE_GOAL, rise))
+    return BenchResult(f"algorithms on the demo, {steps} steps", rows, goals)
+
+
+async def _no_flags() -> Sequence[str]:
+    return []
