@@ -15,6 +15,8 @@ from paceline.local.ports import free_ports
 from paceline.rpc import rpc_errors
 
 CHUNKS, CHUNK_BYTES = 400, 1 << 16
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""A new channel would begin in the connection that was broken for the one before."""
 
 
 async def take(requests: AsyncIterator[bytes], context: object) -> bytes:
@@ -41,7 +43,10 @@ async def test_a_push_whose_connection_breaks_is_unavailable(fault: str) -> None
     await proxy.start()
     try:
         for _ in range(5):
-            async with grpc.aio.insecure_channel(here) as channel, asyncio.timeout(patient(20.0)):
+            async with (
+                grpc.aio.insecure_channel(here, OWN_CONNECTION) as channel,
+                asyncio.timeout(patient(20.0)),
+            ):
                 begun = asyncio.Event()
                 push = channel.stream_unary("/s/Push")(chunks(begun))
                 await begun.wait()
