@@ -7,8 +7,29 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config import OptimizerConfig, ServiceConfig
+from paceline.config import Config, OptimizerConfig, ServiceConfig
 from policy_trainer.algorithm_settings import AnyAlgorithm, GrpoConfig
+
+
+class AdaptersConfig(Config):
+    """Low-rank adapters that are trained in the place of the policy's weights (LoRA)."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the two matrices beside each target; 0 trains the weights themselves."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What they add is multiplied by alpha / rank."""
+    targets: tuple[
+        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
+    ] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+    )
+    """Linear layers of each decoder layer that have them."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
 
 
 class PolicyTrainerConfig(ServiceConfig):
@@ -18,6 +39,7 @@ class PolicyTrainerConfig(ServiceConfig):
     """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3)."""
     algorithm: AnyAlgorithm = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; auto takes CUDA where there is one."""
     ranks: int = Field(default=0, ge=0)

@@ -180,7 +180,8 @@ class PolicyTrainer:
             return False
         served = self.zero.served(command, publication) if self.zero and publication else None
         known, differs = from_rank_zero((served is not None, bool(served)))
-        if differs:
+        # Adapters cannot become what serves; a rounding in it is one more of behaviour and policy.
+        if differs and not self.learner.weights.adapted:
             take_served(self.learner.published(), served, self.config)
         self._resumed = not known
         return known
@@ -316,5 +317,6 @@ class PolicyTrainer:
 
     def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
         """The weights as a Hugging Face directory, which any engine serves."""
-        weights = read_each_whole(checkpoint, "learner/model", state)
+        trained = read_each_whole(checkpoint, "learner/model", state)
+        weights = self.learner.weights.exported(trained, checkpoint)
         write_causal_lm(weights, self.learner.shapes(), Path(self.config.model), checkpoint)

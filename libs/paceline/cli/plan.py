@@ -131,6 +131,9 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
                 head_rows=policy.head_rows,
                 critic=policy.algorithm.name == "ppo",
                 reference=policy.algorithm.kl.coefficient > 0,
+                adapters=memory_plan.adapter_parameters(
+                    model, policy.adapters.rank, policy.adapters.targets
+                ),
             ),
         ),
         memory_plan.drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens),

@@ -6,7 +6,7 @@ its forward. A model's numbers follow from its config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
@@ -98,6 +98,22 @@ def embedding_parameters(model: ModelConfig) -> int:
     return (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
 
 
+def adapter_parameters(model: ModelConfig, rank: int, targets: Collection[str]) -> int:
+    """Numbers of the low-rank adapters beside those linear layers."""
+    heads, inner = model.num_heads * model.head_dim, model.intermediate_size
+    hidden, keys = model.hidden_size, model.kv_width // 2
+    ends = {  # what goes in, and what comes out
+        "q_proj": hidden + heads,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + keys,
+        "o_proj": heads + hidden,
+        "gate_proj": hidden + inner,
+        "up_proj": hidden + inner,
+        "down_proj": inner + hidden,
+    }
+    return model.num_layers * rank * sum(ends[target] for target in targets)
+
+
 def layer_parameters(model: ModelConfig) -> int:
     """Weights of one decoder layer."""
     # Of the attention: queries and output, then keys and values.
@@ -151,6 +167,8 @@ class PolicySizes:
     """Tokens whose logits are there at once."""
     critic: bool = False
     reference: bool = False
+    adapters: int = 0
+    """Numbers that are trained in the place of the weights; 0: the weights themselves."""
 
 
 def policy_plan(
@@ -158,29 +176,31 @@ def policy_plan(
 ) -> ServicePlan:
     """FSDP2 over `ranks`, float32 where numbers are kept, in forwards of `tokens`: each rank has
     its share, what it gathers of the others', and what a backward reads. The critic is a model
-    without a head, trained like the policy, and the reference one that is not.
+    without a head, trained like the policy without adapters, and the reference one that is not, or
+    the policy without its adapters.
     """
     count, layer = parameters(model), layer_parameters(model)
     share = -(-FLOAT * count // ranks)
+    trained = -(-FLOAT * settings.adapters // ranks) if settings.adapters else share
     kept = layer_activations(model)  # with recompute of one layer, and the inputs of all
     layers = model.num_layers
     read = kept + layers * model.hidden_size if settings.recompute else kept * layers
     parts = {
-        "weights": share,
-        "gradients": share,
-        "optimizer": 2 * share,
+        "weights": share + (trained if settings.adapters else 0),
+        "gradients": trained,
+        "optimizer": 2 * trained,
         "gathered": _gathered(model, ranks, settings),
         "activations": settings.item * tokens * read,
         "logits": LOGITS * FLOAT * min(tokens, settings.head_rows) * model.vocab_size,
     }
-    stays = 3 * share
+    stays = parts["weights"] + parts["optimizer"]
     whole = settings.item * count if not settings.reshard and _gathers(ranks, settings) else 0
     if settings.critic:
         decoder = layers * layer + model.vocab_size * model.hidden_size
         own = -(-FLOAT * decoder // ranks)
         parts["critic"] = 4 * own + whole * decoder // count
         stays += 3 * own
-    if settings.reference:
+    if settings.reference and not settings.adapters:
         parts["reference"] = share + whole
         stays += share
     return ServicePlan("policy_trainer", ranks, parts, stays)
@@ -201,7 +221,8 @@ def _gathered(model: ModelConfig, ranks: int, settings: PolicySizes) -> int:
     count, layer = parameters(model), layer_parameters(model)
     ends = embedding_parameters(model)
     weights, gradients = (ends + 2 * layer, ends + layer) if settings.reshard else (count, count)
-    return settings.item * weights + FLOAT * gradients
+    gradients = min(gradients, settings.adapters or gradients)
+    return settings.item * (weights + settings.adapters) + FLOAT * gradients
 
 
 def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:

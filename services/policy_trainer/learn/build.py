@@ -10,6 +10,7 @@ from paceline.errors import ConfigError
 from policy_trainer.algorithm_settings import PpoConfig
 from policy_trainer.algorithms import build_algorithm
 from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.adapters import StartPolicy, add_adapters
 from policy_trainer.learn.critic import Critic
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.loading import check_attention
@@ -20,18 +21,19 @@ from policy_trainer.learn.parallel import shard
 def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
     """With the start policy as its reference and a critic, where they are needed. Collective.
 
-    Raises ConfigError for a directory without a model, an attention that cannot train here, and an
-    algorithm of your own that needs a critic and has no settings for one.
+    Raises ConfigError for a directory without a model, an attention that cannot train here,
+    adapters without peft, and an algorithm of your own that needs a critic and has no settings for
+    one.
     """
     check_attention(config.attention, mesh.device_type)
     needs = build_algorithm(config.algorithm).needs()
-    return Learner(
-        config,
-        _policy(config, mesh, frozen=False),
-        mesh,
-        _policy(config, mesh, frozen=True) if needs.reference else None,
-        _critic(config, mesh) if needs.values else None,
-    )
+    policy = _policy(config, mesh, frozen=False)
+    reference: PolicyModel | StartPolicy | None = None
+    if needs.reference:
+        adapted = config.adapters.rank > 0
+        reference = StartPolicy(policy) if adapted else _policy(config, mesh, frozen=True)
+    critic = _critic(config, mesh) if needs.values else None
+    return Learner(config, policy, mesh, reference, critic)
 
 
 def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> PolicyModel:
@@ -42,6 +44,8 @@ def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> P
         attention=config.attention,
     )
     model.requires_grad_(not frozen)
+    if config.adapters.rank and not frozen:
+        add_adapters(model, config.adapters)
     return shard(model, mesh, config)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.errors import DataLoss
 from paceline.training.optimizer import NamedAdamW
 from policy_trainer.algorithms import build_algorithm
 from policy_trainer.algorithms.base import (
@@ -32,6 +33,7 @@ from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from policy_trainer.learn.model import PolicyModel
 from policy_trainer.learn.objective import PolicyObjective
 from policy_trainer.learn.parts import StepParts
+from policy_trainer.learn.weights import PolicyWeights
 from policy_trainer.messages import StepFacts
 
 
@@ -53,7 +55,7 @@ class Learner:
         config: PolicyTrainerConfig,
         model: PolicyModel,
         mesh: DeviceMesh,
-        reference: PolicyModel | None = None,
+        reference: nn.Module | None = None,
         critic: Critic | None = None,
     ) -> None:
         self.config = config
@@ -68,8 +70,8 @@ class Learner:
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Told of each micro-batch of this rank before it is trained on."""
-        parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
-        self.optimizer = NamedAdamW(parameters, config.optimizer)
+        self.weights = PolicyWeights(config, model)
+        self.optimizer = NamedAdamW(self.weights.trained, config.optimizer)
 
     def step(self, batch: TrainBatch, steps_before: int = 0) -> StepFacts:
         """Updates the weights on the batch, once for every mini-batch and pass; leaves them as they
@@ -259,21 +261,31 @@ class Learner:
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the whole weights under their Hugging Face names, sorted."""
-        return {name: weight.shape for name, weight in sorted(self.optimizer.parameters.items())}
+        return self.weights.shapes()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, sharded and in fp32, in the order of `shapes`."""
-        yield from sorted(self.optimizer.parameters.items())
+        return self.weights.published()
 
     def state(self) -> dict[str, Any]:
-        """Copies of this rank's shards on the CPU: "model" and "optimizer" by parameter."""
+        """Copies of this rank's shards on the CPU: "model" and "optimizer" by what is trained."""
         on_cpu = self.mesh.device_type == "cpu"
         mesh = self.mesh if on_cpu else DeviceMesh.from_group(self.mesh.get_group(), "cpu")
         critic = {"critic": self.critic.state(mesh)} if self.critic else {}
-        return {**self.optimizer.state(mesh), "updates": self.updates, **critic}
+        scale = {"adapter_scale": self.config.adapters.scale} if self.weights.adapted else {}
+        return {**self.optimizer.state(mesh), "updates": self.updates, **critic, **scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state` of as many ranks."""
+        """Goes on from a `state` of as many ranks.
+
+        Raises KeyError or DataLoss when it is of other adapters.
+        """
+        if self.weights.adapted and state["adapter_scale"] != self.config.adapters.scale:
+            raise DataLoss(
+                "adapters of another alpha / rank",
+                seen=state["adapter_scale"],
+                allowed=self.config.adapters.scale,
+            )
         self.optimizer.load_state(state)
         self.updates = state["updates"]
         if self.critic:

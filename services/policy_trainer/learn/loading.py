@@ -82,11 +82,12 @@ class StartWeights:
                 if not parameter.is_meta:
                     continue
                 if parameter not in filled:
-                    whole = self._read(names[parameter], parameter.shape).to(device)
+                    whole = self.read(names[parameter], parameter.shape).to(device)
                     filled[parameter] = nn.Parameter(whole, parameter.requires_grad)
                 owner.register_parameter(key, filled[parameter])
 
-    def _read(self, name: str, shape: torch.Size) -> Tensor:
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        """One tensor in fp32. Raises as `fill` does."""
         path = self._files.get(name)
         if path is None:
             raise WeightsError(

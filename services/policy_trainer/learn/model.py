@@ -56,8 +56,13 @@ class PolicyModel(nn.Module):
         return list(self.lm.model.layers)
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Parameters by what a Hugging Face directory calls them; tied ones once."""
-        return {one: name.removeprefix("lm.") for name, one in self.named_parameters()}
+        """Parameters by what a Hugging Face directory calls them; tied ones once. Adapters, which
+        stand in none, by what peft calls them.
+        """
+        return {
+            one: name.removeprefix("lm.").replace(".base_layer.", ".")
+            for name, one in self.named_parameters()
+        }
 
 
 class ValueModel(nn.Module):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paceline.training.process import join_ranks
 from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.adapters import fill_adapters
 from policy_trainer.learn.loading import StartWeights
 from policy_trainer.learn.model import PolicyModel, ValueModel
 
@@ -40,6 +41,7 @@ def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:
     dtype = getattr(torch, config.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in (*model.layers(), model):
+        fill_adapters(unit, names, mesh.device_type, config.run.seed)
         start.fill(unit, names, mesh.device_type)
         unit.to(mesh.device_type)  # what is in no file, such as buffers
         fully_shard(

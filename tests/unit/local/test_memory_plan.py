@@ -81,6 +81,10 @@ def test_a_plan_counts_every_byte_of_a_rank() -> None:
     headless = share - 4 * 152_064 * 3584 // 8
     assert beside["reference"] == share
     assert beside["critic"] == pytest.approx(4 * headless, abs=64)
+    few = policy_plan(critic=False, reference=True, adapters=8_000, reshard=True).parts
+    assert (few["weights"], few["gradients"], few["optimizer"]) == (share + 4_000, 4_000, 8_000)
+    assert few["gathered"] == 4 * (2 * (152_064 * 3584) + 2 * layer + 2 * 8_000)
+    assert "reference" not in few
     keys = memory_plan.embedded_plan(QWEN_7B, workers=1, slots=3, tokens=10, item=2, saver=False)
     assert keys.parts["keys and values"] == 2 * 3 * 10 * 28 * 2 * 4 * 128
 

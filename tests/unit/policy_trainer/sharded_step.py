@@ -137,7 +137,9 @@ SAVING = {"compute_dtype": "bfloat16", "reshard_after_forward": True, "recompute
 """Every way of saving memory at once."""
 
 
-def five_steps(model: Path, out: Path, *, saving: bool = False, fused: bool = False) -> None:
+def five_steps(
+    model: Path, out: Path, *, saving: bool = False, fused: bool = False, rank: int = 0
+) -> None:
     """Five steps in every mode on batches that all ranks know; rank 0 writes weights and losses."""
     everything: dict[str, torch.Tensor] = {}
     mesh = None
@@ -150,6 +152,7 @@ def five_steps(model: Path, out: Path, *, saving: bool = False, fused: bool = Fa
                 "tokens_per_micro_batch": 192,
                 "row_tokens": 64,
                 "optimizer": {"lr": 1e-4, "fused": fused},
+                "adapters": {"rank": rank},
                 **(SAVING if saving else {}),
             }
         )
@@ -176,7 +179,7 @@ def loading(model: Path, out: Path) -> None:
     config = PolicyTrainerConfig(model=str(model), device="cpu")
     policy = policy_on_meta(model)
     held: list[int] = []
-    read = StartWeights._read
+    read = StartWeights.read
 
     def counting(self: StartWeights, name: str, shape: torch.Size) -> torch.Tensor:
         tensor = read(self, name, shape)
@@ -184,7 +187,7 @@ def loading(model: Path, out: Path) -> None:
         held.append(sum(one.numel() for one in here) + tensor.numel())
         return tensor
 
-    StartWeights._read = counting  # type: ignore[method-assign]
+    StartWeights.read = counting  # type: ignore[method-assign]
     shard(policy, mesh, config)
     shards = sum(local_of(one).numel() for one in policy.parameters())
     weights = whole((name, p) for p, name in policy.names().items())

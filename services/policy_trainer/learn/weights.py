@@ -1,0 +1,97 @@
+"""The policy's weights: which are trained, and which are published and exported.
+
+Without adapters they are the same. With them the adapters alone are trained and written to
+checkpoints; published is W + (alpha / rank) B A, which any engine serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.training.checkpoints import sharded_like
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.adapters import factors, write_adapters
+from policy_trainer.learn.loading import StartWeights
+from policy_trainer.learn.model import PolicyModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Names of the adapter beside one weight."""
+
+    down: str
+    up: str
+
+
+class PolicyWeights:
+    """Of a sharded policy, by the names of a Hugging Face directory."""
+
+    def __init__(self, config: PolicyTrainerConfig, model: PolicyModel) -> None:
+        self._model, self._settings = Path(config.model), config.adapters
+        names = model.names()
+        self._pairs = {
+            names[weight]: _Pair(names[down], names[up])
+            for weight, (down, up) in factors(model).items()
+        }
+        beside = {name for pair in self._pairs.values() for name in (pair.down, pair.up)}
+        everything: dict[str, nn.Parameter] = {name: one for one, name in names.items()}
+        self._whole = {k: v for k, v in sorted(everything.items()) if k not in beside}
+        self.trained: Mapping[str, Tensor] = (
+            {name: everything[name] for name in names.values() if name in beside}
+            if beside
+            else everything
+        )
+        """Sharded, in fp32."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and not the weights."""
+        return bool(self._pairs)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the whole weights, sorted by name."""
+        return {name: weight.shape for name, weight in self._whole.items()}
+
+    @torch.no_grad()
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, sharded and in fp32, in the order of `shapes`; live without adapters.
+        Collective.
+        """
+        for name, weight in self._whole.items():
+            pair = self._pairs.get(name)
+            yield name, weight if pair is None else self._merged(weight, pair)
+
+    def exported(
+        self, trained: Iterable[tuple[str, Tensor]], directory: Path
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What is published of whole `trained` tensors, in the order of `shapes`, without the
+        ranks. Adapters are written too, to `directory`/adapter.
+        """
+        if not self.adapted:
+            yield from trained
+            return
+        found = dict(trained)  # small beside the model, of which one tensor is held
+        write_adapters(found, self._settings, self._model, directory / "adapter")
+        start = StartWeights(self._model)
+        for name, shape in self.shapes().items():
+            weight, pair = start.read(name, shape), self._pairs.get(name)
+            if pair is not None:
+                weight.addmm_(found[pair.up], found[pair.down], alpha=self._settings.scale)
+            yield name, weight
+
+    def _merged(self, weight: nn.Parameter, pair: _Pair) -> Tensor:
+        """Each rank its own rows: B is sharded as the weight is, A is small and gathered."""
+        down, up = self.trained[pair.down], self.trained[pair.up]
+        assert isinstance(weight, DTensor)
+        assert isinstance(down, DTensor)
+        assert isinstance(up, DTensor)
+        local = torch.addmm(
+            weight.to_local(), up.to_local(), down.full_tensor(), alpha=self._settings.scale
+        )
+        return sharded_like(weight, local, weight.device_mesh)
