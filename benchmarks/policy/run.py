@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.options import above_zero, not_negative
+from benchmarks.policy.checkpoints import checkpointed
 from benchmarks.policy.work import (
     SPEC_VARIABLE,
     WIDE_VOCABULARY,
@@ -52,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps of either side; a fifth of them with the head of 152k",
     )
     parser.add_argument(
+        "--only", choices=["steps", "checkpoints"], default="", help="leave the other part out"
+    )
+    parser.add_argument(
         "--tokens",
         type=not_negative(int),
         default=0,
@@ -64,17 +68,48 @@ async def run(options: argparse.Namespace) -> BenchResult:
     rows: list[Row] = []
     goals: list[Goal] = []
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(Path(folder)):
-            wide = case.name == WIDE
-            pairs = max(3, options.pairs // 5) if wide else options.pairs
-            row, ratio = await compared(case, pairs, Path(folder) / "logs", options.tokens)
-            rows.append(row)
-            goals.append(ratio_goal(f"tokens/s over a plain loop, {case.name}", case.least, ratio))
-            if wide:
-                memory = float(row["MiB"] or 0) / float(row["MiB plain"] or 1)
-                goals.append(at_most(f"peak memory over a plain loop's, {case.name}", 1.0, memory))
-            say(f"{case.name}: {ratio}")
+        found = cases(Path(folder))
+        if options.only != "checkpoints":
+            await _steps(found, options, Path(folder), rows, goals)
+        if options.only != "steps":
+            await _checkpoints(found, options, Path(folder), rows, goals)
     return BenchResult("a step of the policy trainer beside a plain loop", rows, goals)
+
+
+async def _steps(
+    found: list[Case],
+    options: argparse.Namespace,
+    folder: Path,
+    rows: list[Row],
+    goals: list[Goal],
+) -> None:
+    for case in found:
+        wide = case.name == WIDE
+        pairs = max(3, options.pairs // 5) if wide else options.pairs
+        row, ratio = await compared(case, pairs, folder / "logs", options.tokens)
+        rows.append(row)
+        goals.append(ratio_goal(f"tokens/s over a plain loop, {case.name}", case.least, ratio))
+        if wide:
+            memory = float(row["MiB"] or 0) / float(row["MiB plain"] or 1)
+            goals.append(at_most(f"peak memory over a plain loop's, {case.name}", 1.0, memory))
+        say(f"{case.name}: {ratio}")
+
+
+async def _checkpoints(
+    found: list[Case],
+    options: argparse.Namespace,
+    folder: Path,
+    rows: list[Row],
+    goals: list[Goal],
+) -> None:
+    pairs = max(3, options.pairs // 5)
+    for case in [found[0], found[1], found[-1]]:
+        row, goal = await checkpointed(
+            case.name, case.model, case.work, case.ranks, pairs, folder / case.name
+        )
+        rows.append(row)
+        goals.append(goal)
+        say(f"{case.name}: a checkpoint holds the ranks for {row['stall of a step']} of a step")
 
 
 def cases(folder: Path) -> list[Case]:

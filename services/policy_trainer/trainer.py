@@ -78,6 +78,7 @@ class PolicyTrainer:
         )
         best = read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None
+        self._copied: Mapping[str, Any] | None = None  # by the last checkpoint, for the next one
         self._begun = 0  # version of the last checkpoint that was begun, the same on all ranks
         self._unreported: tuple[int, Progress] | None = None  # the command it was begun for
         self._damaged: tuple[str, ...] = ()  # checkpoints that could not be taken up
@@ -118,15 +119,15 @@ class PolicyTrainer:
             case Train():
                 self._train(command)
             case Save():
-                self._save(command.command_id)
-                self._settle()
+                self.begin_checkpoint(command.command_id)
+                self.settle()
             case Keep():
                 self._keep_best(command)
 
     def settle_when_written(self) -> bool:
         """Reports the checkpoint that was being written, if it is done; True while it is not."""
         if not self._writer.busy:
-            self._settle()
+            self.settle()
         return self._unreported is not None
 
     def _train(self, command: Train) -> None:
@@ -149,7 +150,7 @@ class PolicyTrainer:
         if self.zero and publication:
             self.zero.push(command, self.progress, publication)
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
-            self._save()
+            self.begin_checkpoint()
 
     def _accepts(self, command: Train) -> bool:
         """Whether the step is the next one or the last one again; if not, the parent is told."""
@@ -246,12 +247,13 @@ class PolicyTrainer:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _save(self, command_id: int = 0) -> None:
+    def begin_checkpoint(self, command_id: int = 0) -> None:
         """Begins a checkpoint, written while the ranks go on; command 0 is the interval."""
         started = time.perf_counter()
         with span("policy.checkpoint", version=self.progress.policy_version):
-            self._settle()
-            state = {"learner": self.learner.state(), "progress": to_object(self.progress)}
+            self.settle()
+            self._copied = self.learner.state(self._copied)
+            state = {"learner": self._copied, "progress": to_object(self.progress)}
             self._writer.write(state, self.progress.policy_version, self._writing)
         PART_TIME.record(time.perf_counter() - started, part="checkpoint")
         self._begun = self.progress.policy_version
@@ -265,8 +267,8 @@ class PolicyTrainer:
         best = read_best(directory)
         if from_rank_zero(best is None or command.evaluation > best.evaluation):
             if self._begun != version:
-                self._save()
-            self._settle()
+                self.begin_checkpoint()
+            self.settle()
             if self.progress.checkpoint_version != version:
                 if self.zero:
                     error = Unavailable("the best checkpoint was not written", seen=version)
@@ -281,7 +283,7 @@ class PolicyTrainer:
             path = self._writer.path(best.policy_version)
             self.zero.tell(Kept(command.command_id, str(path), best.policy_version))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for the checkpoint that is being written; its groups are then acknowledged."""
         if self._unreported is None:
             return

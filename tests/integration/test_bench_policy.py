@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.policy.checkpoints import checkpointed
 from benchmarks.policy.run import Case, compared
 from benchmarks.policy.work import Work, demo_model, demo_samples
 
@@ -17,3 +18,12 @@ async def test_both_sides_step_on_the_same_batch_and_are_timed_in_pairs(tmp_path
     assert row["tokens"] == sum(len(one.token_ids) for one in case.work.trajectories()) > 2 * 8 * 7
     assert ratio.pairs == 2
     assert min(float(row[name] or 0) for name in ("tokens/s", "tokens/s plain", "MiB")) > 0
+
+
+async def test_steps_with_a_checkpoint_are_timed_beside_steps_without(tmp_path: Path) -> None:
+    work = Work(str(demo_samples(tmp_path / "samples.json", 1)))
+    row, goal = await checkpointed("tiny", demo_model(), work, 2, 1, tmp_path)
+    assert 0 < float(row["stall ms"] or 0) < float(row["step ms"] or 0)
+    assert goal.value < 0
+    (written,) = (tmp_path / "run" / "checkpoints" / "policy").glob("step-*")
+    assert len(list((written / "shards").iterdir())) == 2

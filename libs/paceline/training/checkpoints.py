@@ -241,8 +241,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def copy_on_cpu(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """A copy that later steps leave alone; of a sharded tensor this rank's shard, over `mesh`."""
+def copy_on_cpu(tensor: Tensor, mesh: DeviceMesh | None, into: Tensor | None = None) -> Tensor:
+    """A copy that later steps leave alone; of a sharded tensor this rank's shard, over `mesh`.
+
+    `into`: an earlier copy that nobody reads any more. To have its memory from the system takes
+    longer than to copy.
+    """
+    if into is not None:
+        copy_local(tensor, into)
+        return into
     return sharded_like(tensor, local_of(tensor).detach().to("cpu", copy=True), mesh)
 
 

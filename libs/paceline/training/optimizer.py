@@ -64,14 +64,26 @@ class NamedAdamW:
         self.adamw.zero_grad()
         return norm
 
-    def state(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+    def state(
+        self, mesh: DeviceMesh | None, into: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Copies of this rank's shards on the CPU, over `mesh`: "model" and "optimizer" by
         parameter.
+
+        `into`: an earlier state of these parameters, which is overwritten.
         """
+        model: Mapping[str, Tensor] = into["model"] if into else {}
+        optimizer: Mapping[str, Mapping[str, Tensor]] = into["optimizer"] if into else {}
         return {
-            "model": {name: copy_on_cpu(value, mesh) for name, value in self.parameters.items()},
+            "model": {
+                name: copy_on_cpu(value, mesh, model.get(name))
+                for name, value in self.parameters.items()
+            },
             "optimizer": {
-                name: {key: copy_on_cpu(value, mesh) for key, value in self.moments(name).items()}
+                name: {
+                    key: copy_on_cpu(value, mesh, optimizer.get(name, {}).get(key))
+                    for key, value in self.moments(name).items()
+                }
                 for name in self.parameters
             },
         }

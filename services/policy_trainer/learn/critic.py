@@ -74,9 +74,11 @@ class Critic:
         self._updates += math.isfinite(norm)
         return norm
 
-    def state(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+    def state(
+        self, mesh: DeviceMesh | None, into: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """As Learner.state."""
-        return {**self._optimizer.state(mesh), "updates": self._updates}
+        return {**self._optimizer.state(mesh, into), "updates": self._updates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """As Learner.load_state."""

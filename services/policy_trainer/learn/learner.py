@@ -267,13 +267,17 @@ class Learner:
         """The weights, sharded and in fp32, in the order of `shapes`."""
         return self.weights.published()
 
-    def state(self) -> dict[str, Any]:
-        """Copies of this rank's shards on the CPU: "model" and "optimizer" by what is trained."""
+    def state(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Copies of this rank's shards on the CPU: "model" and "optimizer" by what is trained.
+
+        `into`: an earlier state, which is overwritten.
+        """
         on_cpu = self.mesh.device_type == "cpu"
         mesh = self.mesh if on_cpu else DeviceMesh.from_group(self.mesh.get_group(), "cpu")
-        critic = {"critic": self.critic.state(mesh)} if self.critic else {}
+        old = into["critic"] if into and self.critic else None
+        critic = {"critic": self.critic.state(mesh, old)} if self.critic else {}
         scale = {"adapter_scale": self.config.adapters.scale} if self.weights.adapted else {}
-        return {**self.optimizer.state(mesh), "updates": self.updates, **critic, **scale}
+        return {**self.optimizer.state(mesh, into), "updates": self.updates, **critic, **scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state` of as many ranks.

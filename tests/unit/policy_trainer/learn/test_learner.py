@@ -23,6 +23,7 @@ from paceline.errors import ConfigError, DataLoss
 from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
 from paceline.training.checkpoints import checkpoint_numbers
+from paceline.training.shards import local_of, tensors_of
 from paceline.trajectory import Trajectory
 from policy_trainer.algorithm_settings import (
     AlgorithmConfig,
@@ -118,6 +119,23 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
     expected = whole(straight.published())
     for name, weight in whole(resumed.published()).items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_a_checkpoint_in_the_memory_of_the_one_before_holds_the_later_step(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    one = learner(model_dir, mesh, algorithm=PpoConfig())
+    writing = trainer(one, model_dir, tmp_path)
+    for version in (1, 2):
+        one.step(batch(version))
+        writing.progress = Progress(policy_version=version)
+        writing.handle(Save(version))
+    resumed = learner(model_dir, mesh, algorithm=PpoConfig())
+    trainer(resumed, model_dir, tmp_path).resume()
+    expected, found = dict(tensors_of(one.state())), dict(tensors_of(resumed.state()))
+    assert set(expected) == set(found)
+    for name, value in expected.items():
+        assert torch.equal(local_of(found[name]), local_of(value)), name
 
 
 def test_a_checkpoint_of_another_trainer_is_data_loss(
