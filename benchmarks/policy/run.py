@@ -65,51 +65,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(options: argparse.Namespace) -> BenchResult:
     """All cases, one after the other."""
-    rows: list[Row] = []
-    goals: list[Goal] = []
-    with tempfile.TemporaryDirectory() as folder:
-        found = cases(Path(folder))
-        if options.only != "checkpoints":
-            await _steps(found, options, Path(folder), rows, goals)
-        if options.only != "steps":
-            await _checkpoints(found, options, Path(folder), rows, goals)
+    found: list[tuple[Row, list[Goal]]] = []
+    few = max(3, options.pairs // 5)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        everything = cases(folder)
+        for case in everything if options.only != "checkpoints" else ():
+            pairs = few if case.name == WIDE else options.pairs
+            row, ratio = await compared(case, pairs, folder / "logs", options.tokens)
+            found.append((row, _goals(case, row, ratio)))
+            say(f"{case.name}: {ratio}")
+        for case in (*everything[:2], everything[-1]) if options.only != "steps" else ():
+            row, goal = await checkpointed(
+                case.name, case.model, case.work, case.ranks, few, folder / case.name
+            )
+            found.append((row, [goal]))
+            say(f"{case.name}: a checkpoint holds the ranks for {row['stall of a step']} of a step")
+    rows, goals = [row for row, _ in found], [goal for _, some in found for goal in some]
     return BenchResult("a step of the policy trainer beside a plain loop", rows, goals)
 
 
-async def _steps(
-    found: list[Case],
-    options: argparse.Namespace,
-    folder: Path,
-    rows: list[Row],
-    goals: list[Goal],
-) -> None:
-    for case in found:
-        wide = case.name == WIDE
-        pairs = max(3, options.pairs // 5) if wide else options.pairs
-        row, ratio = await compared(case, pairs, folder / "logs", options.tokens)
-        rows.append(row)
-        goals.append(ratio_goal(f"tokens/s over a plain loop, {case.name}", case.least, ratio))
-        if wide:
-            memory = float(row["MiB"] or 0) / float(row["MiB plain"] or 1)
-            goals.append(at_most(f"peak memory over a plain loop's, {case.name}", 1.0, memory))
-        say(f"{case.name}: {ratio}")
-
-
-async def _checkpoints(
-    found: list[Case],
-    options: argparse.Namespace,
-    folder: Path,
-    rows: list[Row],
-    goals: list[Goal],
-) -> None:
-    pairs = max(3, options.pairs // 5)
-    for case in [found[0], found[1], found[-1]]:
-        row, goal = await checkpointed(
-            case.name, case.model, case.work, case.ranks, pairs, folder / case.name
-        )
-        rows.append(row)
-        goals.append(goal)
-        say(f"{case.name}: a checkpoint holds the ranks for {row['stall of a step']} of a step")
+def _goals(case: Case, row: Row, ratio: Ratio) -> list[Goal]:
+    speed = ratio_goal(f"tokens/s over a plain loop, {case.name}", case.least, ratio)
+    if case.name != WIDE:
+        return [speed]
+    memory = float(row["MiB"] or 0) / float(row["MiB plain"] or 1)
+    return [speed, at_most(f"peak memory over a plain loop's, {case.name}", 1.0, memory)]
 
 
 def cases(folder: Path) -> list[Case]:

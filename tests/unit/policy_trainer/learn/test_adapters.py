@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from random_models import save_random
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from unit.policy_trainer.sharded_step import trajectories, whole
 
 from paceline.errors import ConfigError, DataLoss
@@ -32,18 +33,10 @@ REFERENCE = {"name": "grpo", "kl": {"coefficient": 0.1}}
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-    )
     directory = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(directory)
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.2}
+    save_random(directory, "llama", **shape, **heads)
     return directory
 
 
