@@ -18,6 +18,8 @@ EXCEPTIONS = {
     "file.py": "stands for a user's file",
     "mine.py": "stands for a user's file",
     "path/to/file.py": "stands for a user's file",
+    "mine.toml": "stands for a user's file",
+    "paceline.toml": "what paceline init writes",
     "medusa.py": "stands for a user's file",
     "path/to/medusa.py": "stands for a user's file",
     "adaptive_spec_params.py": "SGLang's",

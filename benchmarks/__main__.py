@@ -20,7 +20,15 @@ BENCHES = {
         "benchmarks.e2e",
         "whole demo runs with and without a drafter",
     ),
+    "hindsight": (
+        "benchmarks.hindsight",
+        "the default settings beside the best fixed choice of a drafter, on four workloads",
+    ),
     "drafter": ("benchmarks.drafter", "five ways to have a drafter while the tasks change"),
+    "adaptation": (
+        "benchmarks.adaptation",
+        "how fast a drafter follows a policy, by the settings of its training",
+    ),
     "engine": (
         "benchmarks.engine.run",
         "the embedded engine beside transformers",

@@ -16,24 +16,35 @@ from benchmarks import demo_runs
 from benchmarks.demo_runs import DemoRun
 from benchmarks.e2e import RISE_GOAL
 from benchmarks.options import above_zero
+from benchmarks.picture import picture
 from benchmarks.result import BenchResult, Goal, Row, at_least, say
 from benchmarks.schedules import NO_EVALUATIONS
 from paceline.errors import InvalidInput
+from paceline.report.charts import Series, running_mean
 
 _NAME, _OWN = "policy_trainer.algorithm.name", "policy_trainer.algorithm"
+_INT8 = (f"{_NAME}=grpo", "gateway.engine.embedded.quantize=int8")
+
+
+def _late(lag: int) -> tuple[str, str]:
+    return "coordinator.schedule=fully_async", f"coordinator.max_policy_lag={lag}"
+
+
 ARMS: dict[str, tuple[str, ...]] = {
     "grpo": (f"{_NAME}=grpo",),
     "rloo": (f"{_NAME}=rloo",),
     "ppo": (f"{_NAME}=ppo", f"{_OWN}.critic_lr=1e-3", f"{_OWN}.critic_warmup_steps=5"),
     "gspo": (f"{_NAME}=gspo",),
     "dapo": (f"{_NAME}=dapo", "coordinator.dynamic_sampling_rounds=2"),
-    "decoupled, eta 4": (
-        f"{_NAME}=decoupled",
-        "coordinator.schedule=fully_async",
-        "coordinator.max_policy_lag=4",
-    ),
+    "decoupled, eta 4": (f"{_NAME}=decoupled", *_late(4)),
+    "decoupled, eta 8": (f"{_NAME}=decoupled", *_late(8)),
+    "grpo, eta 8": (f"{_NAME}=grpo", *_late(8)),
+    "grpo, int8 with TIS": (*_INT8, f"{_OWN}.correction.weight=token"),
+    "grpo, int8 without": (*_INT8, f"{_OWN}.correction.required=false"),
 }
 """Settings of each algorithm; the others are the demo's."""
+LATE = ("decoupled, eta 8", "grpo, eta 8")
+_SMOOTH = 5  # steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +70,13 @@ async def run(options: argparse.Namespace) -> BenchResult:
         for arm in wanted:
             given = (*NO_EVALUATIONS, *ARMS[arm], *options.overrides)
             out, name = options.out.absolute(), arm.replace(", ", "-").replace(" ", "")
-            made = await demo_runs.finished_run(out, seed, name, options.steps, _no_flags, given)
+            made = await demo_runs.finished_run(
+                out, seed, name, options.steps, _no_flags, given, demo_runs.two_digits()
+            )
             runs.append(DemoRun(seed, arm, made.summary, made.steps, made.cpu_s))
             say(f"seed {seed}, {arm}: accuracy {made.summary['accuracy_last']:.3f}")
+    if pair := [one for one in runs if one.arm in LATE]:
+        (options.out / "late.svg").write_text(late_picture(pair), encoding="utf-8")
     return compare(runs, options.steps)
 
 
@@ -82,6 +97,24 @@ def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
         rise = statistics.median(one.rise for one in own)
         goals.append(at_least(f"held-out accuracy gained, {arm}", RISE_GOAL, rise))
     return BenchResult(f"algorithms on the demo, {steps} steps", rows, goals)
+
+
+def late_picture(runs: Sequence[DemoRun]) -> str:
+    """Rewards of runs whose tokens are up to eight versions old, with the correction and
+    without.
+    """
+    lines = [
+        Series(
+            one.arm,
+            running_mean(
+                [(float(n), float(step["reward_mean"])) for n, step in enumerate(one.steps, 1)],
+                _SMOOTH,
+            ),
+            f"c{LATE.index(one.arm)}",
+        )
+        for one in runs
+    ]
+    return picture(lines, "reward")
 
 
 async def _no_flags() -> Sequence[str]:

@@ -19,9 +19,6 @@ from typing import Any
 import paceline
 from paceline.errors import FailedPrecondition, InvalidInput, NotFound
 
-TAIL = 20
-"""Last steps that are compared."""
-
 PROBE = "accept_length_probe"
 
 
@@ -36,14 +33,24 @@ class DemoRun:
     cpu_s: float | None  # of all its processes; None when it was not measured
 
     @property
+    def last_third(self) -> Sequence[Mapping[str, Any]]:
+        """The steps that are compared."""
+        return self.steps[-max(len(self.steps) // 3, 1) :]
+
+    @property
     def rates(self) -> list[float]:
-        """Rollout tokens per second of the last steps."""
-        return [int(step["response_tokens"]) / step["rollout_s"] for step in self.steps[-TAIL:]]
+        """Rollout tokens per second of the last third of the steps."""
+        return self.all_rates[-len(self.last_third) :]
+
+    @property
+    def all_rates(self) -> list[float]:
+        """Rollout tokens per second of every step, those with which a run begins included."""
+        return [int(step["response_tokens"]) / step["rollout_s"] for step in self.steps]
 
     @property
     def accept_length(self) -> float | None:
-        """Mean of the probes in the last steps; None when the arm cannot be probed."""
-        first = len(self.steps) - TAIL
+        """Mean of the probes in the last third; None when the arm cannot be probed."""
+        first = len(self.steps) - len(self.last_third)
         values = [value for number, value in self.probes if number >= first]
         return statistics.fmean(values) if values else None
 
@@ -69,9 +76,10 @@ async def finished_run(
     steps: int,
     flags: Callable[[], Awaitable[Sequence[str]]],
     overrides: Sequence[str],
+    workload: Path | None = None,
 ) -> DemoRun:
     """The finished run of a seed and an arm, made now with the demo's `flags` and settings if it is
-    not there.
+    not there. `workload`: settings in the place of the demo's.
 
     Raises InvalidInput when the folder holds runs of another length, FailedPrecondition when a run
     fails.
@@ -88,6 +96,7 @@ async def finished_run(
         chosen = ["--resume", run_id] if resumed else ["--seed", str(seed), *await flags()]
         began = time.monotonic()
         where = ["--steps", str(steps), "--out", str(folder)]
+        where += ["--config", str(workload)] if workload and not resumed else []
         demo = [sys.executable, "-m", "paceline.cli.main", "demo", *where]
         cpu_s = await run_to_end([*demo, *chosen, *overrides])
         cost = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "resumed": resumed}
@@ -113,18 +122,28 @@ def _finished_steps(directory: Path) -> int | None:
     return int(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["steps"])
 
 
-async def trained_drafter(made: Path, seed: int, like: DemoRun, *options: str) -> Path:
-    """A drafter trained offline with the optimiser steps and tokens that `like` spent; further
-    make_drafter options.
+async def trained_drafter(
+    made: Path, seed: int, like: DemoRun, *options: str, before: tuple[int, int] = (0, 0)
+) -> Path:
+    """A drafter trained offline with the optimiser steps and tokens that `like` spent, and those
+    `before` it; further make_drafter options.
     """
     if not (made / "model.safetensors").is_file():
         steps, tokens = (
-            str(max(1, like.summary[f"drafter_{count}"])) for count in ("steps", "tokens")
+            str(max(1, spent + like.summary[f"drafter_{count}"]))
+            for count, spent in zip(("steps", "tokens"), before, strict=True)
         )
         budget = ["--steps", steps, "--tokens", tokens, "--seed", str(seed), "--out", str(made)]
         script = demo_folder() / "make_drafter.py"
         await run_to_end([sys.executable, str(script), *budget, *options])
     return made
+
+
+def two_digits() -> Path:
+    """Settings of the workload on which n-grams learn the task by heart and a frozen drafter
+    suffices.
+    """
+    return Path(__file__).parent / "workloads/two_digits/workload.toml"
 
 
 def demo_folder() -> Path:

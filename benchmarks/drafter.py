@@ -26,6 +26,14 @@ ARMS = ("harvested", "serial", "frozen", "ngram", "none")
 WAIT_GOAL, RECOVERY_STEPS, RECOVERED, PACKING_GOAL = 0.03, 5, 0.95, 2.0
 ROLLOUTS = ("--rollouts", "1024")
 """Samples that drafters of a fixed policy learn from."""
+PROBED = (
+    "coordinator.evaluation.every=0",
+    "coordinator.evaluation.heldout_prompts=128",
+    "coordinator.evaluation.probe_every=1",
+    "coordinator.evaluation.probe_prompts=48",
+    # a shift is answered within a few RL steps or not at all
+    "drafter_trainer.gate.interval_steps=10",
+)
 SETTLED = 5
 """Probes before the shift whose mean is the acceptance to come back to."""
 
@@ -62,10 +70,11 @@ async def run(options: argparse.Namespace) -> BenchResult:
     shift = options.shift_at or steps // 2
     out = options.out.absolute()
     mixes = write_mixes(out)
+    tasks = _shifted(mixes, shift)
     runs: dict[str, DemoRun] = {}
     for arm in ARMS:
         runs[arm] = await _run_arm(
-            out, arm, options.seed, steps, [*_settings(mixes, shift), *options.overrides], runs
+            out, arm, options.seed, steps, [*tasks, *PROBED, *options.overrides], runs
         )
         say(f"{arm}: {runs[arm].summary['wall_s']:.0f} s")
 
@@ -86,7 +95,7 @@ def write_mixes(out: Path) -> Mixes:
     knows nothing of the second while the policy knows both.
     """
     out.mkdir(parents=True, exist_ok=True)
-    folder = demo_folder()
+    folder = demo_runs.two_digits().parent
     mixes = Mixes(
         *(out / f"{name}.jsonl" for name in ("first", "first_heldout", "second", "second_heldout"))
     )
@@ -104,19 +113,20 @@ def _signed(task: Task, sign: str) -> Task:
     return Task(f"{task.task_id}{sign}", task.prompt + sign, task.answer, task.metadata)
 
 
-def _settings(mixes: Mixes, shift: int) -> list[str]:
+def shifted_tasks(out: Path, shift: int) -> list[str]:
+    """Settings of a run with the first mix until a step, the second from there; the mixes are
+    written to a folder.
+    """
+    return _shifted(write_mixes(out), shift)
+
+
+def _shifted(mixes: Mixes, shift: int) -> list[str]:
     return [
         f"coordinator.tasks_path={mixes.first}",
         f"coordinator.heldout_path={mixes.first_heldout}",
         f"coordinator.later.from_step={shift}",
         f"coordinator.later.tasks_path={mixes.second}",
         f"coordinator.later.heldout_path={mixes.second_heldout}",
-        "coordinator.evaluation.every=0",
-        "coordinator.evaluation.heldout_prompts=128",
-        "coordinator.evaluation.probe_every=1",
-        "coordinator.evaluation.probe_prompts=48",
-        # a shift is answered within a few RL steps or not at all
-        "drafter_trainer.gate.interval_steps=10",
     ]
 
 
@@ -153,7 +163,9 @@ async def _run_arm(
             return ["--frozen-drafter", str(made)]
         return ["--no-speculation"] if arm == "none" else []
 
-    return await demo_runs.finished_run(out, seed, arm, steps, flags, settings)
+    return await demo_runs.finished_run(
+        out, seed, arm, steps, flags, settings, demo_runs.two_digits()
+    )
 
 
 async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -> float:

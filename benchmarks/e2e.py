@@ -1,4 +1,4 @@
-"""Compares whole demo runs: no speculation, a frozen drafter, a co-trained one.
+"""Compares whole demo runs: no speculation, n-grams, a frozen drafter, co-trained ones.
 
 A run is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was
 interrupted goes on where it stood.
@@ -8,37 +8,56 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import TAIL, DemoRun
+from benchmarks.demo_runs import DemoRun
+from benchmarks.picture import picture
 from benchmarks.result import (
     BenchResult,
     Goal,
     Ratio,
     Row,
     at_least,
+    at_most,
     paired_ratio,
     ratio_goal,
     say,
 )
 from paceline.errors import InvalidInput
+from paceline.report.charts import Series, running_mean
 
-ARMS = ("none", "cotrained", "frozen")
-"""In the order in which one seed runs: the frozen drafter gets as much training as the co-trained
-one had.
+OURS = "cotrained"
+ARMS: Mapping[str, Sequence[str]] = {
+    "none": (),
+    "ngram": (
+        "gateway.drafter=ngram",
+        'gateway.speculation.arms=["off","ngram:4_1_5"]',
+        "coordinator.evaluation.probe_arm=ngram:4_1_5",
+    ),
+    OURS: (),
+    "scratch": ("gateway.drafter=eagle", "drafter_trainer.drafter=eagle"),
+    "frozen": (),
+}
+"""Settings of each, in the order in which one seed runs: the frozen drafter gets as much training
+as the co-trained one had, its start included.
 """
+START_BUDGET = (2_000, 512_000)
+"""Optimiser steps and tokens behind the demo's start drafter, see its make_drafter.py."""
 
-RISE_GOAL, FINAL_GOAL, ACCEPT_GOAL, SPEED_GOAL, WAIT_GOAL = 0.25, 0.90, 3.2, 1.3, 0.03
+RISE_GOAL, ACCEPT_GOAL, WAIT_GOAL, STEP_GOAL = 0.25, 3.3, 0.02, 1.2
+SPEED_GOALS = {"none": 1.5, "ngram": 1.2, "frozen": 1.2}
+NGRAMS_AT_MOST, FROZEN_FALLS = 2.5, 0.25
+_SMOOTH = 5  # steps of the picture's running means
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 .. N-1")
-    parser.add_argument("--steps", type=int, default=200, help="RL steps of a run")
+    parser.add_argument("--steps", type=int, default=80, help="RL steps of a run")
     parser.add_argument(
-        "--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; frozen needs cotrained"
+        "--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; frozen needs {OURS}"
     )
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps")
     parser.add_argument(
@@ -63,17 +82,18 @@ async def run(options: argparse.Namespace) -> BenchResult:
                 await _one(options.out.absolute(), seed, arm, steps, options.overrides, runs)
             )
             say(f"seed {seed}, {arm}: {runs[-1].summary['wall_s']:.0f} s")
+    pictures(runs, options.out)
     return compare(runs, f"end to end, {steps} steps")
 
 
 def chosen_arms(text: str) -> tuple[str, ...]:
     """Arms of a comma-separated list in the order in which they run."""
     named = set(text.split(","))
-    if not named <= set(ARMS) or ("frozen" in named and "cotrained" not in named):
+    if not named <= set(ARMS) or ("frozen" in named and OURS not in named):
         raise InvalidInput(
             "these arms cannot be compared",
             seen=text,
-            allowed=f"{', '.join(ARMS)}; frozen needs cotrained",
+            allowed=f"{', '.join(ARMS)}; frozen needs {OURS}",
         )
     return tuple(arm for arm in ARMS if arm in named)
 
@@ -82,33 +102,16 @@ def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
     """Rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
     rows = [_row(one, by_key.get((one.seed, "none"))) for one in runs]
-    goals: list[Goal] = []
-    trained = [one for one in runs if one.arm == "cotrained"] or list(runs)
-    goals.append(
-        at_least(
-            "rise in held-out accuracy", RISE_GOAL, statistics.median(one.rise for one in trained)
-        )
-    )
-    final = statistics.median(float(one.summary["accuracy_last"]) for one in trained)
-    goals.append(at_least("final held-out accuracy (ambition)", FINAL_GOAL, final))
-    accepted = [
-        one.accept_length
-        for one in runs
-        if one.arm == "cotrained" and one.accept_length is not None
-    ]
-    if accepted:
-        goals.append(
-            at_least(
-                f"acceptance length, last {TAIL} steps", ACCEPT_GOAL, statistics.median(accepted)
-            )
-        )
-
-    for other, goal in (("none", SPEED_GOAL), ("frozen", 1.0)):
-        ratio = speed_ratio(runs, other)
-        if ratio is not None:
-            goals.append(ratio_goal(f"tokens/s, cotrained / {other}", goal, ratio))
-
-    waits = [float(one.summary["preempt_wait_share"]) for one in runs if one.arm == "cotrained"]
+    trained = [one for one in runs if one.arm == OURS] or list(runs)
+    rise = statistics.median(one.rise for one in trained)
+    goals: list[Goal] = [at_least("rise in held-out accuracy", RISE_GOAL, rise)]
+    goals += _acceptance_goals(runs)
+    for other, goal in SPEED_GOALS.items():
+        if (ratio := speed_ratio(runs, other)) is not None:
+            goals.append(ratio_goal(f"rollout tokens/s, {OURS} / {other}", goal, ratio))
+    if (ratio := step_ratio(runs)) is not None:
+        goals.append(ratio_goal(f"RL steps/s, {OURS} / none", STEP_GOAL, ratio))
+    waits = [float(one.summary["preempt_wait_share"]) for one in runs if one.arm == OURS]
     if waits:
         goals.append(
             at_least("step time not spent waiting for the drafter", 1 - WAIT_GOAL, 1 - max(waits))
@@ -117,17 +120,73 @@ def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
     return BenchResult(title, rows, goals)
 
 
+def _acceptance_goals(runs: Sequence[DemoRun]) -> list[Goal]:
+    """What the workload has to be like: our drafter follows, a frozen one and n-grams do not."""
+    known = [(one, one.accept_length) for one in runs]
+    lengths = {
+        arm: [length for one, length in known if one.arm == arm and length is not None]
+        for arm in ARMS
+    }
+    goals: list[Goal] = []
+    if lengths[OURS]:
+        ours = statistics.median(lengths[OURS])
+        goals.append(at_least("acceptance length, last third of the steps", ACCEPT_GOAL, ours))
+    if lengths["ngram"]:
+        ngrams = statistics.median(lengths["ngram"])
+        goals.append(at_most("acceptance length of n-grams", NGRAMS_AT_MOST, ngrams))
+    if lengths["frozen"]:
+        falls = [
+            1 - one.accept_length / one.summary["accept_len_first"]
+            for one in runs
+            if one.arm == "frozen" and one.accept_length is not None
+        ]
+        fall = statistics.median(falls)
+        goals.append(at_least("fall of the frozen drafter's acceptance", FROZEN_FALLS, fall))
+    return goals
+
+
 def speed_ratio(runs: Sequence[DemoRun], other: str) -> Ratio | None:
     """Rollout speed of the co-trained arm over another's: pairs are equal steps of equal seeds,
     hence equal tasks.
     """
+    return _paired(runs, other, lambda one: one.rates)
+
+
+def step_ratio(runs: Sequence[DemoRun]) -> Ratio | None:
+    """The same of whole RL steps a second, over those without speculation."""
+    return _paired(runs, "none", lambda one: [1 / step["step_s"] for step in one.last_third])
+
+
+def _paired(
+    runs: Sequence[DemoRun], other: str, figures: Callable[[DemoRun], list[float]]
+) -> Ratio | None:
     ours, theirs = list[float](), list[float]()
     for one in runs:
         match = next((two for two in runs if (two.seed, two.arm) == (one.seed, other)), None)
-        if one.arm == "cotrained" and match is not None:
-            ours += one.rates
-            theirs += match.rates
+        if one.arm == OURS and match is not None:
+            ours += figures(one)
+            theirs += figures(match)
     return paired_ratio(ours, theirs) if ours else None
+
+
+def pictures(runs: Sequence[DemoRun], out: Path) -> None:
+    """The arms side by side, means over seeds: tokens/s and acceptance length by RL step."""
+    speeds, lengths = list[Series](), list[Series]()
+    for number, arm in enumerate(dict.fromkeys(one.arm for one in runs)):
+        own = [one for one in runs if one.arm == arm]
+        by_step = enumerate(zip(*(one.all_rates for one in own), strict=False), 1)
+        speed = [(float(n), statistics.fmean(of)) for n, of in by_step]
+        speeds.append(Series(arm, running_mean(speed, _SMOOTH), f"c{number}"))
+        probes = [[length for _, length in one.probes] for one in own]
+        at = [float(step) for step, _ in own[0].probes]
+        if at:
+            means = [statistics.fmean(of) for of in zip(*probes, strict=False)]
+            points = list(zip(at, means, strict=False))
+            lengths.append(Series(arm, points, f"c{number}"))
+    (out / "e2e-speed.svg").write_text(picture(speeds, "rollout tokens/s"), encoding="utf-8")
+    if lengths:
+        drawn = picture(lengths, "acceptance length")
+        (out / "e2e-acceptance.svg").write_text(drawn, encoding="utf-8")
 
 
 def first_difference(one: DemoRun, other: DemoRun) -> int | None:
@@ -154,6 +213,7 @@ def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
         "rise": one.rise,
         "accept": one.accept_length,
         "tokens/s": statistics.median(one.rates),
+        "step s": statistics.median(step["step_s"] for step in one.last_third),
         "drafter steps/step": summary["drafter_steps_per_rl_step"],
         "wait %": 100 * summary["preempt_wait_share"],
         "tokens differ at": "" if one.arm == "none" else str(differs or "never"),
@@ -171,11 +231,11 @@ async def _one(
 
     async def flags() -> list[str]:
         if arm == "frozen":
-            trained = next(one for one in before if (one.seed, one.arm) == (seed, "cotrained"))
-            return [
-                "--frozen-drafter",
-                str(await demo_runs.trained_drafter(out / f"drafter-{seed}", seed, trained)),
-            ]
-        return ["--no-speculation"] if arm == "none" else []
+            trained = next(one for one in before if (one.seed, one.arm) == (seed, OURS))
+            made = await demo_runs.trained_drafter(
+                out / f"drafter-{seed}", seed, trained, before=START_BUDGET
+            )
+            return ["--frozen-drafter", str(made)]
+        return ["--no-speculation"] if arm in ("none", "ngram") else []
 
-    return await demo_runs.finished_run(out, seed, arm, steps, flags, overrides)
+    return await demo_runs.finished_run(out, seed, arm, steps, flags, [*ARMS[arm], *overrides])

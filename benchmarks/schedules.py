@@ -68,7 +68,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
         for arm, settings in wanted.items():
             given = (*NO_EVALUATIONS, *settings, *options.overrides)
             out = options.out.absolute()
-            made = await demo_runs.finished_run(out, seed, arm, options.steps, _no_flags, given)
+            made = await demo_runs.finished_run(
+                out, seed, arm, options.steps, _no_flags, given, demo_runs.two_digits()
+            )
             runs.append(made)
             say(f"seed {seed}, {arm}: {tokens_s(made):.0f} tokens trained a second")
     return compare(runs, options.steps)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -76,6 +78,31 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """A test's timeout follows the machine, as the deadlines within it do."""
     item.add_marker(pytest.mark.timeout(patient(timeout_of(item))), append=False)
     return (yield)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """A loop that lets go of what reaches it after its end.
+
+    gRPC hands the events of all loops of a process to whichever runs. The last ones of an earlier
+    test would be an error in the log of a later one, and would keep back the events behind them.
+    """
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        if self.is_closed():
+            return asyncio.Handle(callback, args, self, context)
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+class Loops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return Loop()
+
+
+@pytest.fixture(scope="session")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    return Loops()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,8 @@ SMALL = (
 def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = dict(os.environ)
     environment.pop("REDIS_URL", None)
-    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--out", str(out), *arguments]
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--out", str(out)]
+    command += ["--lines", "text", *arguments]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

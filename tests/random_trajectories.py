@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
+from paceline.trajectory import BranchKey, DrawSpan, SpeculationStats, Trajectory, VersionSpan
 
 # No field has its default, so that one left out on the way is seen.
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=12)
@@ -44,6 +44,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         "loss_mask": row(st.integers(0, 1)),
         "behavior_logprobs": row(LOGPROBS),
         "version_spans": st.lists(st.builds(VersionSpan, COUNTS, COUNTS, COUNTS)).map(tuple),
+        "draw_spans": st.lists(st.builds(DrawSpan, COUNTS, COUNTS, WORDS, WORDS)).map(tuple),
         "reward": st.none() | st.floats(allow_nan=False),
         "seed": st.integers(1, 2**63 - 1),
         "temperature": st.floats(0.125, 10),

@@ -18,7 +18,7 @@ from paceline import errors
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
 from paceline.messages import from_message, stats_from_proto, to_message, versions_from_proto
-from paceline.trajectory import SpeculationStats, Target, VersionSet
+from paceline.trajectory import DrawSpan, SpeculationStats, Target, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
@@ -167,7 +167,8 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         request_id=message.request_id,
         token_ids=tuple(message.token_ids),
         behavior_logprobs=tuple(message.behavior_logprobs),
-        version_spans=wire.spans_from(message.version_spans),
+        version_spans=wire.spans_from(VersionSpan, message.version_spans),
+        draw_spans=wire.spans_from(DrawSpan, message.draw_spans),
         finish=_FINISH.get(message.finish_reason),
         error=message.error,
         speculation=stats_from_proto(message.speculation),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from paceline.trajectory import VersionSpan
+from paceline.trajectory import DrawSpan, VersionSpan
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.sessions.assignment import Assignment
@@ -35,6 +35,7 @@ def turn(
         response_ids=tuple(response),
         behavior_logprobs=tuple(-0.5 - token for token in response),
         version_spans=(VersionSpan(start, start + len(response), version),),
+        draw_spans=(DrawSpan(start, start + len(response), "off", "float32"),),
         finish="stop",
         seed=start,
         temperature=temperature,

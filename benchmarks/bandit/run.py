@@ -55,7 +55,7 @@ class ServedBandit:
 
     def changed(self, target: Target) -> None:
         """As engines tell it: n-grams do not change with a drafter."""
-        self._bandit.forget(self._drafting if target is Target.POLICY else self._eagle, target)
+        self._bandit.renew(self._drafting if target is Target.POLICY else self._eagle, target)
 
 
 class Fixed:

@@ -200,7 +200,8 @@ class System:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: str(self.directory)}
         environment.pop("REDIS_URL", None)
         self._supervisor = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "paceline.cli.main", "up", "--config", str(self.config)),
+            *(sys.executable, "-m", "paceline.cli.main", "up", "--lines", "text"),
+            *("--config", str(self.config)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,

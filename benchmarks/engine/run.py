@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.demo_runs import demo_folder
 from benchmarks.engine import compared, sections
+from benchmarks.engine.promotions import promotions
 from benchmarks.engine.sections import Extent, Findings
 from benchmarks.options import above_zero, counts
 from benchmarks.result import BenchResult, Goal, Row
@@ -28,6 +29,7 @@ SECTIONS: dict[str, Callable[[Extent], Awaitable[Findings]]] = {
     "injected": compared.injected_acceptance,
     "rollout": sections.rollouts,
     "groups": sections.rollouts_of_groups,
+    "promotions": promotions,
     "bf16": compared.in_bf16,
     "threads": sections.more_threads,
     "profile": compared.profile,

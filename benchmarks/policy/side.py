@@ -24,7 +24,7 @@ from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.parallel import form_mesh
 
-BUDGETS = {"ours": 2048, "plain": 1024}
+BUDGETS = {"ours": 1536, "plain": 512}
 """Tokens of a forward, padding included: what is quickest for each side on 2 cores."""
 
 

@@ -25,7 +25,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from paceline.tasks import Task, read_tasks
 
 HERE = Path(__file__).parent
-MAX_NEW_TOKENS = 224
+MAX_NEW_TOKENS = 380
 
 
 @dataclass(frozen=True)

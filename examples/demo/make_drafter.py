@@ -1,38 +1,27 @@
-"""Trains a drafter on the start policy alone, offline: the frozen drafter that a co-trained one is
-compared with.
+"""Trains a drafter on a policy's own answers, offline, and measures it.
 
-Rollouts come from the embedded engine, their hidden states are captured as in a run, and the
-drafter trainer's own learner takes exactly `--steps` optimiser steps over about `--tokens`
-positions in all. `drafter_trained/` is made from `policy_start/` by this script's defaults.
+The answers come from the embedded engine, `paceline train-drafter` learns from them. So
+`drafter_start/` was made for `policy_start/`, `drafter_trained/` for `policy_trained/`, and the
+frozen drafters that benches compare with.
 
-Usage: python make_drafter.py [--steps N] [--tokens N] [--model DIR] [--out DIR] [--seed 0]
-[--rollouts 4096]
-       [--tasks FILE] [--heldout FILE]
+Usage: python make_drafter.py [--steps N] [--tokens N] [--answers N] [--model DIR] [--out DIR]
+       [--tasks FILE] [--heldout FILE] [--seed 0] [--only-answers FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Sequence
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.learn.heads import load_policy_head
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.buffer import FeatureBuffer
-from drafter_trainer.rows.sample import FeatureSample
-from paceline.config import load_config
-from paceline.models.config import read_config
-from paceline.speculators.eagle.net import EagleNet
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 from rollout_gateway.engines.base import Engine
@@ -42,177 +31,104 @@ from rollout_gateway.engines.nouns import Chunk, Request
 from rollout_gateway.engines.sampling import Sampling
 
 HERE = Path(__file__).parent
-SIBLINGS, MAX_TOKENS, PROBES = 8, 224, 64
+MAX_TOKENS, CONTEXT, TASKS_AT_ONCE, PROBES = 380, 400, 128, 64
 PROBE_ARM, PROBE_SEED = "eagle:5_1_6", 20_000
+LEARNING = ("--lr", "5e-3", "--warmup-steps", "20", "--heldout-share", "0.02")
 
 
-class Rows:
-    """Captured rows by request; the engine's sink, without a ring."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[tuple[int, npt.NDArray[np.uint8]]]] = {}
-
-    def write(
-        self,
-        request_ids: npt.NDArray[np.uint64],
-        positions: npt.NDArray[np.uint32],
-        token_ids: npt.NDArray[np.uint32],
-        policy_version: int,
-        hidden: npt.NDArray[np.uint8],
-        parents: npt.NDArray[np.uint32] | None = None,
-    ) -> int:
-        """Keeps every row."""
-        for request_id, position, row in zip(
-            request_ids.tolist(), positions.tolist(), hidden, strict=True
-        ):
-            self._parts.setdefault(request_id, []).append((position, row.copy()))
-        return len(request_ids)
-
-    def take(self, request_id: int) -> torch.Tensor:
-        """[R, H] fp32 rows of one request in the order of their positions, each once."""
-        rows = dict(self._parts.pop(request_id))
-        ordered = np.stack([rows[position] for position in sorted(rows)])
-        return torch.from_numpy(ordered.view(np.float32).copy())
+def build_engine(options: argparse.Namespace, drafter: str, *arms: str) -> Engine:
+    """An engine of the model."""
+    return build_embedded(
+        EmbeddedSpec(
+            model_dir=str(options.model),
+            drafter=drafter,
+            arms=arms,
+            threads=torch.get_num_threads(),
+            max_batch=TASKS_AT_ONCE,
+            max_sequence_tokens=CONTEXT,
+        )
+    )
 
 
-def roll_out(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    tasks: Sequence[Task],
-    siblings: int,
-    *,
-    seed: int,
-    step: int,
-    arm: str = "off",
-) -> dict[int, tuple[Request, Chunk]]:
-    """Every task `siblings` times at T=1; request id -> request and its last chunk."""
+def answers(
+    engine: Engine, tokenizer: Tokenizer, tasks: Sequence[Task], *, seed: int, arm: str = "off"
+) -> Iterator[tuple[Request, Chunk]]:
+    """An answer to each task at T=1, as they end: the request and its last chunk."""
     requests: dict[int, Request] = {}
-    for task in tasks:
+    for number, task in enumerate(tasks):
+        sampling = Sampling(seed=request_seed(seed, number, task.task_id, 0), max_tokens=MAX_TOKENS)
         prompt = tuple(tokenizer.encode(task.prompt).ids)
-        for sample in range(siblings):
-            sampling = Sampling(
-                seed=request_seed(seed, step, task.task_id, sample), max_tokens=MAX_TOKENS
-            )
-            number = len(requests) + 1
-            requests[number] = Request(
-                number, prompt, sampling, capture=arm == "off", forced_arm=arm
-            )
-            engine.enqueue(requests[number])
-    done: dict[int, tuple[Request, Chunk]] = {}
+        requests[number] = Request(number, prompt, sampling, forced_arm=arm)
+        engine.enqueue(requests[number])
     while engine.has_work:
         for chunk in engine.step():
             if chunk.finish is not None:
-                done[chunk.request_id] = (requests[chunk.request_id], chunk)
-    return done
+                yield requests[chunk.request_id], chunk
 
 
-def collect(options: argparse.Namespace, tokenizer: Tokenizer, buffer: FeatureBuffer) -> None:
-    """Fills the buffer with `--rollouts` samples of the start policy."""
-    rows = Rows()
-    spec = EmbeddedSpec(
-        model_dir=str(options.model),
-        drafter="off",
-        threads=torch.get_num_threads(),
-        max_batch=128,
-        max_sequence_tokens=256,
-        features_dtype="float32",
-    )
-    engine = build_embedded(spec, rows)
-    head = load_policy_head(options.model, 0).hash
-    cursor = TaskCursor(read_tasks(options.tasks), options.seed)
-    step = 0
-    while len(buffer) < options.rollouts:
-        done = roll_out(engine, tokenizer, cursor.draw(16), SIBLINGS, seed=options.seed, step=step)
-        for request_id, (request, chunk) in sorted(done.items()):
-            hidden = rows.take(request_id)
-            tokens = torch.tensor((*request.prompt, *chunk.token_ids))[: len(hidden) + 1]
-            generated = torch.arange(len(tokens)) >= len(request.prompt)
-            if len(hidden) >= 2:
-                session = f"{step}-{request_id}"
-                buffer.add(
-                    FeatureSample(
-                        session, step, 0, head, hidden, tokens, generated, hidden.shape[1]
-                    )
-                )
-        step += 1
+def write_answers(options: argparse.Namespace, tokenizer: Tokenizer, path: Path) -> None:
+    """As many answers as asked for, to tasks in the order of a run's, as train-drafter reads
+    them.
+    """
+    tasks = TaskCursor(read_tasks(options.tasks), options.seed).draw(options.answers)
+    engine = build_engine(options, "off")
+    with path.open("w", encoding="utf-8") as file:
+        for request, chunk in answers(engine, tokenizer, tasks, seed=options.seed):
+            ids = [*request.prompt, *chunk.token_ids]
+            mask = [0] * len(request.prompt) + [1] * len(chunk.token_ids)
+            file.write(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
     engine.close()
 
 
-def train(options: argparse.Namespace, buffer: FeatureBuffer) -> DrafterLearner:
-    """`--steps` optimiser steps in micro-batches of equal size."""
-    config = load_config(DrafterTrainerConfig, "drafter_trainer", [HERE / "demo.toml"])
-    net = EagleNet(read_config(options.model), seed=options.seed)
-    learner = DrafterLearner(net, config.optimizer, micro_batches=config.micro_batches_per_step)
-    head = load_policy_head(options.model, 0)
-    micro_steps = options.steps * config.micro_batches_per_step
-    began = time.monotonic()
-    for number in range(micro_steps):
-        left = (options.tokens - learner.total_tokens) / (micro_steps - number)
-        samples = buffer.draw(max(32, round(left / 0.8)), recency=1.0, known={head.hash})
-        result = learner.micro_step(pack(samples, window=config.buffer.window), head)
-        if result.stepped and learner.total_steps % 50 == 0:
-            print(
-                f"step {learner.total_steps}: loss {result.loss:.4f}, "
-                f"{time.monotonic() - began:.0f} s",
-                flush=True,
-            )
-    return learner
+def train(options: argparse.Namespace, data: Path, out: Path) -> Path:
+    """`--steps` steps over about `--tokens` positions in all; the drafter's directory."""
+    tokens = str(max(32, round(options.tokens / options.steps)))
+    sizes = ("--steps", str(options.steps), "--batch-tokens", tokens, "--row-tokens", tokens)
+    places = ("--data", str(data), "--model", str(options.model), "--out", str(out))
+    command = (sys.executable, "-m", "paceline.cli.main", "train-drafter")
+    often = ("--eval-every", "500", "--save-every", "100000", "--log-every", "100")
+    seed = ("--seed", str(options.seed))
+    subprocess.run((*command, *places, *sizes, *LEARNING, *often, *seed), check=True)
+    return out / "checkpoint" / "speculator"
 
 
 def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
-    """Acceptance length on fixed held-out prompts of the start policy, bonus token included."""
-    spec = EmbeddedSpec(
-        model_dir=str(options.model),
-        drafter=str(options.out),
-        threads=torch.get_num_threads(),
-        max_batch=PROBES,
-        max_sequence_tokens=256,
-        arms=("off", PROBE_ARM),
-    )
-    engine = build_embedded(spec)
+    """Acceptance length on fixed held-out prompts, bonus token included."""
+    engine = build_engine(options, str(options.out), "off", PROBE_ARM)
     tasks = read_tasks(options.heldout)[:PROBES]
-    done = roll_out(engine, tokenizer, tasks, 1, seed=PROBE_SEED, step=0, arm=PROBE_ARM)
+    ended = list(answers(engine, tokenizer, tasks, seed=PROBE_SEED, arm=PROBE_ARM))
     engine.close()
-    return sum((chunk.speculation for _, chunk in done.values()), SpeculationStats()).accept_length
+    return sum((chunk.speculation for _, chunk in ended), SpeculationStats()).accept_length
 
 
 def main() -> None:
-    """Rolls out, trains, saves and measures."""
+    """Draws answers, trains, saves and measures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=900, help="optimiser steps")
-    parser.add_argument("--tokens", type=int, default=200_000, help="positions trained on, in all")
+    parser.add_argument("--steps", type=int, default=2000, help="optimiser steps")
+    parser.add_argument("--tokens", type=int, default=512_000, help="positions trained on, in all")
+    parser.add_argument("--answers", type=int, default=6000, help="answers to learn from")
     parser.add_argument("--model", type=Path, default=HERE / "policy_start")
     parser.add_argument(
-        "--tasks", type=Path, default=HERE / "tasks_train.jsonl", help="prompts of the rollouts"
+        "--tasks", type=Path, default=HERE / "tasks_train.jsonl", help="that are answered"
     )
     parser.add_argument(
-        "--heldout", type=Path, default=HERE / "tasks_heldout.jsonl", help="prompts of the probe"
+        "--heldout", type=Path, default=HERE / "tasks_heldout.jsonl", help="tasks of the probe"
     )
-    parser.add_argument("--out", type=Path, default=HERE / "drafter_trained")
+    parser.add_argument("--out", type=Path, default=HERE / "drafter_start")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rollouts", type=int, default=4096, help="samples of the start policy")
+    parser.add_argument("--only-answers", type=Path, help="write the answers there, train nothing")
     options = parser.parse_args()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.manual_seed(options.seed)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    buffer = FeatureBuffer(
-        max_samples=options.rollouts,
-        byte_budget=1 << 30,
-        heldout_every=1 << 31,
-        heldout_samples=1,
-        seed=options.seed,
-    )
-    collect(options, tokenizer, buffer)
-    print(f"{len(buffer)} rollouts, {buffer.tokens} positions", flush=True)
-    learner = train(options, buffer)
-    learner.snapshot().save(options.out)
+    if options.only_answers is not None:
+        write_answers(options, tokenizer, options.only_answers)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "answers.jsonl"
+        write_answers(options, tokenizer, data)
+        shutil.copytree(train(options, data, Path(folder) / "run"), options.out, dirs_exist_ok=True)
     accepted = probe(options, tokenizer)
     (options.out / "probe.json").write_text(json.dumps({"accept_length": accepted}) + "\n")
-    print(
-        f"{learner.total_steps} steps, {learner.total_tokens} positions; "
-        f"acceptance length {accepted:.2f} on {PROBES} held-out prompts; {options.out}"
-    )
-    dist.destroy_process_group()
+    print(f"acceptance length {accepted:.2f} on {PROBES} held-out prompts; {options.out}")
 
 
 if __name__ == "__main__":

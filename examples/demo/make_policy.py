@@ -1,21 +1,21 @@
-"""Trains the demo's start policy from random weights on worked solutions, and measures it on the
-held-out prompts.
+"""Trains a start policy from random weights on worked solutions, and measures it on the held-out
+prompts. Pairs of the train split only.
 
-The policy is meant to be half-trained: it knows three styles of answer about equally often, the one
-without working is the weakest, and reinforcement learning has room to choose. Pairs of the train
-split only.
+With three digits it first learns to work by subtraction as well as by remainders, and then to
+answer by subtraction hardly ever: reinforcement learning that rewards those answers moves it far
+from where it starts, and from what a drafter of its start has learned. With two digits it knows
+three styles about equally often, the one without working is the weakest.
 
-Usage: python make_policy.py [--steps N] [--seed S] [--threads N] [--out DIR]
+Usage: python make_policy.py [--family NAME] [--steps N] [--seed S] [--threads N] [--out DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,32 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
-ROWS, ROW_TOKENS = 4, 256
 PEAK_LR = 4e-3
 LR_WARMUP_STEPS = 10
-PROMPT_TOKENS = 7
-LONGEST = PROMPT_TOKENS + 5 * gcd_chain.MAX_SUBTRACTIONS + 4
 _IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a start policy is trained on."""
+
+    family: gcd_chain.Family
+    steps: int
+    rows: int
+    row_tokens: int
+    shares: tuple[float, float, float]
+    """Of documents in each of gcd_chain.STYLES."""
+    last_shares: tuple[float, float, float]
+    """Of those in the last fifth of the steps."""
+
+
+EVEN = (1 / 3, 1 / 3, 1 / 3)
+RECIPES = {
+    "three-digits": Recipe(
+        gcd_chain.THREE_DIGITS, 1200, 3, 384, (0.10, 0.45, 0.45), (0.40, 0.57, 0.03)
+    ),
+    "two-digits": Recipe(gcd_chain.TWO_DIGITS, 500, 4, 256, EVEN, EVEN),
+}
 
 
 @dataclass(frozen=True)
@@ -53,46 +73,48 @@ class Batch:
 
 
 class Corpus:
-    """An endless seeded stream of documents `<bos>prompt response<eos>` as ids; styles evenly
-    mixed.
-    """
+    """An endless seeded stream of documents `<bos>prompt response<eos>` as ids."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        self._recipe = recipe
         self._rng = random.Random(seed)
-        self._pairs = gcd_chain.pairs("train")
         # Drawn with replacement, so a flatter weight than the task files' gives the same mix of
         # answers.
-        self._weights = [float(math.gcd(a, b)) for a, b in self._pairs]
+        self._draws = gcd_chain.Draws(recipe.family, exponent=1.0)
         self._tokenizer = build_tokenizer()
         self._eos = vocabulary()["<eos>"]
         self._held: list[int] | None = None
 
-    def batch(self, longest: int) -> Batch:
-        """ROWS x ROW_TOKENS of whole documents, each at most `longest` tokens."""
-        return _collate([self._row(longest) for _ in range(ROWS)])
+    def batch(self, longest: int, *, last: bool) -> Batch:
+        """Rows of whole documents, each at most `longest` tokens. last: with the last shares."""
+        recipe = self._recipe
+        shares = recipe.last_shares if last else recipe.shares
+        return _collate(recipe, [self._row(longest, shares) for _ in range(recipe.rows)])
 
-    def _row(self, longest: int) -> list[list[int]]:
+    def _row(self, longest: int, shares: Sequence[float]) -> list[list[int]]:
         documents: list[list[int]] = []
-        room = ROW_TOKENS
+        room = self._recipe.row_tokens
         while True:
-            document = self._held or self._document(longest)
+            document = self._held or self._document(longest, shares)
             self._held = document if len(document) > room else None
             if self._held is not None:
                 return documents
             documents.append(document)
             room -= len(document)
 
-    def _document(self, longest: int) -> list[int]:
-        style = self._rng.choice(gcd_chain.STYLES)
+    def _document(self, longest: int, shares: Sequence[float]) -> list[int]:
+        family = self._recipe.family
+        (style,) = self._rng.choices(gcd_chain.STYLES, shares)
         while True:
-            a, b = self._rng.choices(self._pairs, self._weights)[0]
-            text = gcd_chain.prompt(a, b) + gcd_chain.solution(a, b, style)
+            a, b = self._draws.draw(self._rng)
+            text = family.prompt(a, b) + family.solution(a, b, style)
             if len(text) + 2 <= longest:
                 return [*self._tokenizer.encode(text).ids, self._eos]
 
 
-def _collate(rows: list[list[list[int]]]) -> Batch:
-    shape = (len(rows), ROW_TOKENS)
+def _collate(recipe: Recipe, rows: list[list[list[int]]]) -> Batch:
+    width, prompt = recipe.row_tokens, recipe.family.prompt_tokens
+    shape = (len(rows), width)
     ids = torch.full(shape, vocabulary()["<pad>"])
     labels, positions = torch.full(shape, _IGNORED), torch.zeros(shape, dtype=torch.long)
     document = torch.full(shape, -1)
@@ -101,12 +123,12 @@ def _collate(rows: list[list[list[int]]]) -> Batch:
         for index, tokens in enumerate(documents):
             end = start + len(tokens)
             ids[row, start:end] = torch.tensor(tokens)
-            labels[row, start + PROMPT_TOKENS - 1 : end - 1] = torch.tensor(tokens[PROMPT_TOKENS:])
+            labels[row, start + prompt - 1 : end - 1] = torch.tensor(tokens[prompt:])
             positions[row, start:end] = torch.arange(len(tokens))
             document[row, start:end] = index
             start = end
     same = document[:, :, None] == document[:, None, :]
-    causal = torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril()
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
     return Batch(
         ids, labels, positions, (same & causal)[:, None], sum(len(d) for r in rows for d in r)
     )
@@ -149,20 +171,23 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_LR * min(1.0, (step + 1) / LR_WARMUP_STEPS, 2.0 * (1.0 - step / steps))
 
 
-def longest_document(step: int, steps: int) -> int:
+def longest_document(step: int, recipe: Recipe, steps: int) -> int:
     """The curriculum: a quarter of the longest length until 10 % of the steps, all of it from 50 %
     on.
     """
     grown = min(1.0, max(0.0, (step / steps - 0.1) / 0.4))
-    return round(LONGEST * (0.25 + 0.75 * grown))
+    return round(recipe.family.longest * (0.25 + 0.75 * grown))
 
 
-def train(model: LlamaForCausalLM, steps: int, seed: int) -> Iterator[tuple[int, float, int]]:
+def train(
+    model: LlamaForCausalLM, recipe: Recipe, steps: int, seed: int
+) -> Iterator[tuple[int, float, int]]:
     """Yields (step, loss, tokens so far) after every step."""
-    corpus, optimizers, tokens = Corpus(seed), build_optimizers(model), 0
+    corpus, optimizers, tokens = Corpus(recipe, seed), build_optimizers(model), 0
     model.train()
     for step in range(steps):
-        batch = corpus.batch(longest_document(step, steps))
+        longest = longest_document(step, recipe, steps)
+        batch = corpus.batch(longest, last=step >= 0.8 * steps)
         hidden = model.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -183,20 +208,26 @@ def train(model: LlamaForCausalLM, steps: int, seed: int) -> Iterator[tuple[int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train and measure the demo's start policy.")
-    parser.add_argument("--steps", type=int, default=500, help="optimiser steps of 1,024 tokens")
+    parser = argparse.ArgumentParser(description="Train and measure a start policy.")
+    parser.add_argument("--family", choices=RECIPES, default="three-digits")
+    parser.add_argument("--steps", type=int, default=0, help="optimiser steps; 0: the recipe's")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and data")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument(
         "--out", type=Path, default=HERE / "policy_start", help="folder of the checkpoint"
     )
+    parser.add_argument(
+        "--tasks", type=Path, default=HERE / "tasks_heldout.jsonl", help="to measure it on"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    recipe = RECIPES[options.family]
+    steps = options.steps or recipe.steps
     model = build_policy()
     began = time.perf_counter()
-    for step, loss, tokens in train(model, options.steps, options.seed):
-        if step % 20 == 0 or step == options.steps:
+    for step, loss, tokens in train(model, recipe, steps, options.seed):
+        if step % 20 == 0 or step == steps:
             print(
                 f"step {step:4} loss {loss:.3f} tokens {tokens:7} seconds "
                 f"{time.perf_counter() - began:.0f}",
@@ -204,7 +235,7 @@ def main() -> None:
             )
     model.to(torch.bfloat16).save_pretrained(options.out)
     write_tokenizer(options.out)
-    print(json.dumps(evaluate(options.out, HERE / "tasks_heldout.jsonl", seed=0, temperature=1.0)))
+    print(json.dumps(evaluate(options.out, options.tasks, seed=0, temperature=1.0)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes the demo's training tasks and its fixed held-out prompts; no held-out pair is trained in
 either order.
 
-Usage: python make_tasks.py [--out DIR]
+Usage: python make_tasks.py [--family NAME] [--out DIR]
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ HELDOUT_TASKS, HELDOUT_SEED = 512, 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write tasks_train.jsonl and tasks_heldout.jsonl.")
+    parser.add_argument("--family", choices=gcd_chain.FAMILIES, default="three-digits")
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write to")
-    out = parser.parse_args().out
+    options = parser.parse_args()
+    family, out = gcd_chain.FAMILIES[options.family], options.out
     out.mkdir(parents=True, exist_ok=True)
-    write_tasks(out / "tasks_train.jsonl", gcd_chain.sample_tasks(TRAIN_TASKS, "train", TRAIN_SEED))
-    write_tasks(
-        out / "tasks_heldout.jsonl", gcd_chain.sample_tasks(HELDOUT_TASKS, "heldout", HELDOUT_SEED)
-    )
+    train = family.sample_tasks(TRAIN_TASKS, "train", TRAIN_SEED)
+    write_tasks(out / "tasks_train.jsonl", train)
+    heldout = family.sample_tasks(HELDOUT_TASKS, "heldout", HELDOUT_SEED)
+    write_tasks(out / "tasks_heldout.jsonl", heldout)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ go as bytes. A noun with a field that its message lacks raises KeyError.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -13,8 +14,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from paceline.tasks import Task
 from paceline.trajectory import SpeculationStats, Trajectory, VersionSet
 from paceline.v1 import trajectory_pb2 as pb
+from paceline.v1.rollout_pb2 import TaskSpec
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N")
@@ -109,3 +112,18 @@ def _take(hint: Any, message: Message, field: Any) -> Any:
 def _prefix(field: Any) -> str:
     """What the names of an enum's values begin with, such as FINISH_REASON_."""
     return str(field.enum_type.values[0].name.removesuffix("UNSPECIFIED"))
+
+
+def task_specs(tasks: Iterable[tuple[int, Task]], group: str) -> list[TaskSpec]:
+    """Tasks by their places, each with a group of its samples, named after `group`."""
+    return [
+        TaskSpec(
+            task_id=task.task_id,
+            prompt=task.prompt,
+            answer=task.answer,
+            group_id=f"{group}.t{index}",
+            task_index=index,
+            metadata=task.metadata,
+        )
+        for index, task in tasks
+    ]

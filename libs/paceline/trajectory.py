@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import InvalidInput
 
@@ -53,6 +53,29 @@ class VersionSpan:
     start: int
     end: int
     policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSpan:
+    """Tokens [start, end) were drawn alike: in rounds of one arm, with one format of numbers."""
+
+    start: int
+    end: int
+    arm: str
+    number_format: str  # "float32", "bfloat16", "int8" ...
+
+
+Span = TypeVar("Span", VersionSpan, DrawSpan)
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Neighbours that are alike but for their place as one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1] == replace(span, start=found[-1].start, end=span.start):
+            span = replace(span, start=found.pop().start)
+        found.append(span)
+    return tuple(found)
 
 
 def added(one: Any, other: Any) -> Any:
@@ -119,6 +142,7 @@ class Trajectory:
     finish_reason: str = "stop"  # "stop" | "length"
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     branch_count: int = 1  # branches of the session that are trained, this one included
+    draw_spans: tuple[DrawSpan, ...] = ()
     # what each rule of a mixture gave the session, before its weight
     reward_parts: Mapping[str, float] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ from coordinator.machine.settings import CommitMode, Placement, RunSettings, Sch
 from coordinator.trackers import TrackerName, check_trackers
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.tasks import MAX_SAMPLES
 
 EXTERNAL = "external"
 """Environment whose tasks are run by agents from outside."""
@@ -139,8 +140,16 @@ class CoordinatorConfig(ServiceConfig):
     """Groups that are rolled out at once, in fully_async; 0: as many as max_policy_lag allows."""
     training_interval_steps: int = Field(default=10, ge=1)
     """The drafter trains in every so many RL steps."""
+    frozen_interval_steps: int = Field(default=5, ge=1)
+    """RL steps from one look at a drafter whose training is frozen to the next; in between it gets
+    no slots, and no rows are captured for it.
+    """
     min_workers_for_training: int = Field(default=1, ge=1)
     """Workers that must be released before the drafter gets their slots."""
+    train_during_push: bool = True
+    """In the schedule sync, colocated: the drafter gets the slots that the policy has left while
+    the policy's weights are pushed.
+    """
     max_drafter_slots: int = Field(default=1, ge=1)
     """Slots leased to the drafter at most."""
     max_drafter_steps: int = Field(default=0, ge=0)
@@ -206,6 +215,7 @@ class CoordinatorConfig(ServiceConfig):
             )
         check_trackers(self.trackers)
         self._check_tracks()
+        self._check_samples()
         if not self.heldout_path:
             return
         evaluation, section = self.evaluated_by, "coordinator.evaluation"
@@ -217,6 +227,23 @@ class CoordinatorConfig(ServiceConfig):
             )
 
         _check_reward(section, evaluation.environment, evaluation.reward)
+
+    def _check_samples(self) -> None:
+        """Raises ConfigError for more samples at once than one call may ask for."""
+        evaluation = self.evaluation
+        for product, samples in (
+            ("prompts_per_step x samples_per_task", self.prompts_per_step * self.samples_per_task),
+            (
+                "evaluation.heldout_prompts x evaluation.samples",
+                evaluation.heldout_prompts * evaluation.samples,
+            ),
+        ):
+            if samples > MAX_SAMPLES:
+                raise ConfigError(
+                    f"too many samples at once: coordinator.{product}",
+                    seen=samples,
+                    allowed=f"1..{MAX_SAMPLES}",
+                )
 
     def _check_tracks(self) -> None:
         """Raises ConfigError for a schedule and a placement that contradict other settings."""
@@ -291,6 +318,8 @@ class CoordinatorConfig(ServiceConfig):
             min_workers_for_training=self.min_workers_for_training,
             max_drafter_slots=self.max_drafter_slots,
             drafter_enabled=self.drafter_enabled,
+            frozen_interval_steps=self.frozen_interval_steps,
+            train_during_push=self.train_during_push,
             serial_drafter=self.drafter_schedule == "serial",
             activation_deadline_s=self.activation_deadline_s,
             preempt_deadline_s=self.preempt_deadline_s,

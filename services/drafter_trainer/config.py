@@ -27,10 +27,10 @@ class BufferConfig(Config):
     """Samples kept at most."""
     byte_budget: int = Field(default=256 << 20, ge=1 << 16)
     """Bytes kept at most."""
-    heldout_every: int = Field(default=8, ge=2)
-    """One session in this many is held out for the gate."""
-    heldout_samples: int = Field(default=64, ge=1)
-    """Held-out samples kept at most."""
+    judged_every: int = Field(default=4, ge=1)
+    """One group in this many waits to be judged by before it is trained on."""
+    judged_samples: int = Field(default=64, ge=1)
+    """Samples that wait so, at most; older ones are trained on."""
     recency: float = Field(default=0.7, gt=0, le=1)
     """Weight of a head one version older than the newest."""
     window: int = Field(default=512, ge=8)
@@ -47,13 +47,11 @@ class GateConfig(Config):
     interval_steps: int = Field(default=10, ge=1)
     """Optimiser steps between two judgements."""
     min_positions: int = Field(default=200, ge=1)
-    """Held-out positions a judgement needs."""
+    """Positions a judgement needs."""
     draft_steps: int = Field(default=5, ge=1)
     """Tokens drafted per position when judging."""
     samples: int = Field(default=32, ge=1)
-    """Held-out samples used at most."""
-    temperature: float = Field(default=1.0, gt=0, le=10)
-    """Temperature of the rollouts: acceptance depends on it."""
+    """Samples used at most."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """How the engine accepts: greedy drafts equal to its draw, or min(1, p/q)."""
     verify_cost: float = Field(default=0.05, ge=0)
@@ -94,7 +92,9 @@ class DrafterTrainerConfig(ServiceConfig):
     niceness: int = Field(default=10, ge=0, le=19)
     """Niceness of the ranks: rollouts on the same CPU come first."""
     micro_batch_ms: float = Field(default=40.0, gt=0, le=50)
-    """Longest micro-batch aimed at, milliseconds."""
+    """Longest micro-batch aimed at, milliseconds of a rank's own time."""
+    micro_batch_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Bytes of captured states of a micro-batch at most."""
     micro_batches_per_step: int = Field(default=4, ge=1)
     """Micro-batches of one optimiser step."""
     max_micro_batch_tokens: int = Field(default=1_024, ge=32)

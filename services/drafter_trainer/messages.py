@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from paceline.ranks.messages import Doing, Impaired, Save, Saved
+from paceline.speculators.shift import AcceptanceShift
 from paceline.tagged_json import TaggedJson
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """What rounds of one batch-size group have cost; see proto RoundCosts."""
+
+    batch_group: int
+    share: float
+    costs: dict[str, float]
+    rival: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +29,7 @@ class Activate:
     drafter_version: int  # serving d
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
-    round_costs: dict[str, float] = field(default_factory=dict)  # by arm, a plain round being 1
+    round_costs: list[RoundCosts] = field(default_factory=list)
     # leased; rank i of the members computes on slot i
     slots: list[int] = field(default_factory=lambda: [0])
 
@@ -80,7 +91,7 @@ class LeaderboardEntry:
     noise: float  # half-width of the difference to the serving drafter's length
     speedup: float  # projected
     optimizer_steps: int
-    policy_version: int  # of the held-out rows
+    policy_version: int  # of the rows it was judged by
     servable: bool
 
 
@@ -113,9 +124,17 @@ class Judged:
     survival: tuple[float, ...] = ()  # P(drafts 1 .. i all accepted)
     conditional: tuple[float, ...] = ()  # P(draft i accepted | all before it were)
     serving_survival: tuple[float, ...] = ()
+    over: int = 0  # version that had it
     # E[len] by part of the response
     lengths_by_bucket: dict[str, float] = field(default_factory=dict)
     leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
+
+    @property
+    def shift(self) -> AcceptanceShift | None:
+        """Of the candidate over the drafter that served; None where nothing was measured."""
+        if not self.survival:
+            return None
+        return AcceptanceShift(self.over, self.serving_survival, self.survival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +148,7 @@ class Stopped:
     tokens: int = 0
     loss: float = 0.0  # mean over the micro-batches
     busy_s: float = 0.0
+    first_step_s: float = 0.0  # until the first micro-batch began; 0 without one
     total_steps: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 

@@ -46,7 +46,7 @@ ACCEPT_LENGTH = Gauge(
     "paceline.drafter.accept_length",
     "{token}",
     (*JUDGED, "bucket"),
-    "held-out E[len] = 1 + sum of survivals; role is candidate or serving; bucket is all, "
+    "E[len] on fresh rows = 1 + sum of survivals; role is candidate or serving; bucket is all, "
     "prompt_end (8 positions behind a prompt or a tool's answer), early or late (halves of the "
     "rest)",
 )
@@ -70,7 +70,7 @@ JUDGED_POLICY_VERSION = Gauge(
     "paceline.drafter.judged_policy_version",
     "1",
     DRAFTER,
-    "policy version of the held-out rows behind the gauges above; not a label, which would make "
+    "policy version of the fresh rows behind the gauges above; not a label, which would make "
     "new series at every RL step",
 )
 DECISIONS = Counter(

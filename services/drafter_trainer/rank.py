@@ -22,6 +22,8 @@ from drafter_trainer.learn.membership import Membership
 from drafter_trainer.learn.students import Students, initial_nets
 from drafter_trainer.link import TrainerLink, activation_span
 from drafter_trainer.metrics import CHECKPOINTS_DAMAGED
+from drafter_trainer.rows.feed import RowFeed
+from drafter_trainer.rows.store import RowStore
 from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
 from paceline.errors import InvalidInput, PacelineError
@@ -56,12 +58,11 @@ class Rank:
         self._config = config
         self._target = read_config(Path(config.model))
         self.rank = ranks.rank
-        stream = None
-        if ranks.rank == 0:
-            stream = RedisStream(connect(config.redis.features), run_key(config.run.id, "features"))
-        self.link = TrainerLink(ranks, stream, self._target)
-        self.heads = PolicyHeads()
-        self.heads.add(load_policy_head(Path(config.model), 0))
+        self.link = TrainerLink(ranks)
+        self.rows = RowStore(
+            config.buffer, PolicyHeads(), config.run.seed, batch_bytes=config.micro_batch_bytes
+        )
+        self.rows.add_head(load_policy_head(Path(config.model), 0))
         nets = initial_nets(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(
@@ -73,7 +74,7 @@ class Rank:
         self.membership = Membership(config.device)
         self.students = Students(config, nets, self.membership.members)
         self.learner = self.students.primary.learner
-        self.trainer = DrafterTrainer(config, self.students, self.heads, self.link, candidates)
+        self.trainer = DrafterTrainer(config, self.students, self.rows, self.link, candidates)
         self.trainer.after_step = self.save_if_due
         self.trainer.take_in = self.take_in
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
@@ -82,7 +83,14 @@ class Rank:
         if config.resume:
             self._resume(checkpoints / "drafter")
         self.link.on_command = self.obey
-        self.link.open_stream()
+        self._feed = RowFeed(self._open_stream, self._target, self.rows.add)
+        self.trainer.lost = lambda: self._feed.dropped
+        if self.rank == 0:
+            self._feed.start()
+
+    def _open_stream(self) -> RedisStream:
+        client = connect(self._config.redis.features)
+        return RedisStream(client, run_key(self._config.run.id, "features"))
 
     def _resume(self, directory: Path) -> None:
         """Takes up the newest checkpoint that is whole: an older one has learned less, no more."""
@@ -101,6 +109,7 @@ class Rank:
                 CHECKPOINTS_DAMAGED.record()
                 self.link.send(Impaired(f"{fault}; the checkpoint before it is taken"))
         while not self.link.stopping:
+            self._feed.check()
             match self.link.wait_turn(IDLE_S):
                 case m.Activate() as command:
                     with activation_span(command):
@@ -117,6 +126,7 @@ class Rank:
                         self.link.send(Saved(command_id, str(path), self.learner.total_steps))
         self.save()
         self._writer.wait()
+        self._feed.close()
         self.link.close()
 
     def activate(self, command: m.Activate) -> None:
@@ -198,8 +208,9 @@ class Rank:
         """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have
         looked yet.
         """
-        self.link.wait_until(lambda: self.heads.get(wanted) is not None, HEAD_DEADLINE_S)
-        head = self.heads.get(wanted)
+        heads = self.rows.heads
+        self.link.wait_until(lambda: heads.get(wanted) is not None, HEAD_DEADLINE_S)
+        head = heads.get(wanted)
         assert head is not None
         return head
 
@@ -226,7 +237,7 @@ class Rank:
             allowed = (self._target.vocab_size, self._target.hidden_size)
             if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
                 raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
-            self.heads.add(head)
+            self.rows.add_head(head)
         except PacelineError as error:
             log.error("policy head cannot be used", policy_version=policy_version, error=str(error))
 

@@ -17,7 +17,7 @@ from drafter_trainer.driver import PREEMPT_S, DrafterDriver, Lease
 from drafter_trainer.gate.publish import Promoter, PushOutcome
 from drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
-from paceline.messages import shared_fields, to_message
+from paceline.messages import from_message, shared_fields, to_message
 from paceline.models.config import check_model
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
 from paceline.rpc.progress import add_progress
@@ -92,7 +92,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             drafter_version=request.versions.drafter,
             max_steps=request.max_steps,
             traceparent=inject().get("traceparent", ""),
-            round_costs=dict(request.round_costs),
+            round_costs=[from_message(m.RoundCosts, one) for one in request.round_costs],
             slots=slots,
         )
         lease = await self._ranks.begin(command, request.deadline_s)

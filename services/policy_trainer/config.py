@@ -11,6 +11,15 @@ from paceline.config import Config, OptimizerConfig, ServiceConfig
 from policy_trainer.algorithm_settings import AnyAlgorithm, GrpoConfig
 
 
+class PolicyOptimizerConfig(OptimizerConfig):
+    """AdamW of the policy, and of a critic."""
+
+    moments: Literal["float32", "int8"] = "float32"
+    """Numbers that the two moments are kept in; int8 takes a quarter of the memory, by torchao (the
+    extra `int8`), and has no fused kernel.
+    """
+
+
 class AdaptersConfig(Config):
     """Low-rank adapters that are trained in the place of the policy's weights (LoRA)."""
 
@@ -38,7 +47,7 @@ class PolicyTrainerConfig(ServiceConfig):
     model: str = "examples/demo/policy_start"
     """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3)."""
     algorithm: AnyAlgorithm = GrpoConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: PolicyOptimizerConfig = PolicyOptimizerConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; auto takes CUDA where there is one."""
@@ -58,6 +67,10 @@ class PolicyTrainerConfig(ServiceConfig):
     """Kernel of the attention: torch's own, which masks a packed row; flex, compiled and on CUDA
     only, which skips what is masked; flash, where the package flash_attn is installed.
     """
+    offload: bool = False
+    """Keep weights and moments in the CPU's memory between steps, while others have the slots: less
+    memory of the GPU, two copies a step.
+    """
     recompute_activations: bool = False
     """Keep of a layer's forward its input alone, and compute the rest again for the backward: less
     memory, one more forward.
@@ -71,6 +84,10 @@ class PolicyTrainerConfig(ServiceConfig):
     head_rows: int = Field(default=1024, ge=1)
     """Tokens whose logits are computed at once; more of them in chunks, which are computed again in
     the backward.
+    """
+    head_compiled: bool = False
+    """Compile what turns logits into log-probs and entropy (torch.compile): they are then read once
+    and not kept. The first step takes seconds more.
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""

@@ -59,7 +59,7 @@ FIGURE = Gauge(
     "1",
     ("figure", "of"),
     "what the last step measured (docs/algorithms.md): loss, grad_norm, entropy, behavior_gap ...; "
-    "of: the tokens that it is about, such as lag=1 or drafted, or all",
+    "of: the tokens that it is about, such as lag=1, arm=off or numbers=int8, or all",
 )
 PART_TIME = Histogram(
     "paceline.policy.part_time",

@@ -103,6 +103,7 @@ class PolicyTrainer:
         for number, step in enumerate(steps):
             self._advance(step, replays[number] if self.zero else None)
         self._resumed = self.progress.policy_version > 0
+        self._leave_device()
 
     def started(self) -> None:
         """The rank takes commands from now on."""
@@ -132,8 +133,28 @@ class PolicyTrainer:
 
     def _train(self, command: Train) -> None:
         """One RL step; a step that is trained already is only pushed again."""
-        if not self._accepts(command) or not self._goes_on_from_what_serves(command):
+        self.learner.memory.enter()
+        gathered, publication = self._stepped(command)
+        self._leave_device()
+        if not gathered:
             return
+        if self.zero and publication:
+            self.zero.push(command, self.progress, publication)
+        if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
+            self.begin_checkpoint()
+
+    def _leave_device(self) -> None:
+        """Before the parent is told that the slots are free."""
+        if self.config.offload:
+            self.learner.memory.leave()
+            dist.barrier()
+
+    def _stepped(self, command: Train) -> tuple[bool, Publication | None]:
+        """Whether the step was taken and its weights gathered, and on rank 0 what is pushed of
+        them; if not, the parent is told.
+        """
+        if not self._accepts(command) or not self._goes_on_from_what_serves(command):
+            return False, None
         if command.sender.step == self.progress.step:
             if self.zero:
                 self.zero.tell(Batched(command.command_id, self.progress.batch))
@@ -142,15 +163,8 @@ class PolicyTrainer:
             self.zero.collect(command) if self.zero else None,
             command.sender.carrier,
         ) or self._stands_still(command):
-            return
-
-        gathered, publication = self._gathered(command)
-        if not gathered:
-            return
-        if self.zero and publication:
-            self.zero.push(command, self.progress, publication)
-        if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
-            self.begin_checkpoint()
+            return False, None
+        return self._gathered(command)
 
     def _accepts(self, command: Train) -> bool:
         """Whether the step is the next one or the last one again; if not, the parent is told."""

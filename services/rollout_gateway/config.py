@@ -208,8 +208,8 @@ class GatewayConfig(ServiceConfig):
     """What drafts: "off", "ngram", a trained kind with fresh weights ("eagle",
     "package.module:KIND"), or a checkpoint directory.
     """
-    trajectories: bool = False
-    """Write ledger, trajectories and features to Redis."""
+    trajectories: bool | None = None
+    """Write ledger, trajectories and features to Redis; empty: in a run, not by itself."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
@@ -228,6 +228,11 @@ class GatewayConfig(ServiceConfig):
     file.py:Class.
     """
     rewards: RewardsConfig = RewardsConfig()
+    siblings: Literal["together", "dealt"] = "together"
+    """Where the samples of a task decode: together on one worker as far as equal shares allow, or
+    dealt out over the workers in turn. Together, a worker whose tasks are short is done earlier,
+    and its slot trains the drafter; dealt out, the workers end closer to each other.
+    """
     release_after_s: float = Field(default=1.0, gt=0)
     """Seconds after which an idle worker gives its slot away, in open traffic."""
     reclaim_after_s: float = Field(default=2.0, gt=0)

@@ -182,9 +182,15 @@ class Gateway:
             request, about = generation.request, plan.session.assignment
             prompt = request.prompt_token_ids
             step = self.agents.open_step if about.open_group else about.step
-            token_ids = [*prompt, *generation.whole.token_ids]
-            session_id = plan.session.session_id
-            origin = Origin(about.run_id, step, session_id, len(prompt), token_ids)
+            origin = Origin(
+                about.run_id,
+                step,
+                plan.session.session_id,
+                about.group_id,
+                request.sampling.temperature,
+                len(prompt),
+                [*prompt, *generation.whole.token_ids],
+            )
             self.publisher.publish(request.request_id, origin)
 
     def admit(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import shlex
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +13,7 @@ import uvicorn
 
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
-from paceline.local.tokens import AGENT, token_file
+from paceline.local.tokens import example_call
 from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
 from paceline.rpc.progress import add_progress
 from paceline.telemetry import get_logger
@@ -59,21 +58,9 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     Raises ConfigError for settings that cannot work.
     """
     async with running(config) as (_, port):
-        sys.stdout.write(f"{_example(config, port)}\n")
+        sys.stdout.write(f"{example_call(config, port)}\n")
         sys.stdout.flush()
         await stop.wait()
-
-
-def _example(config: GatewayConfig, port: int) -> str:
-    """A line to copy for the HTTP API."""
-    security, file = config.security, token_file(config, AGENT)
-    scheme = "https" if security.tls_cert else "http"
-    line = f"curl {scheme}://{config.addresses.http.rpartition(':')[0]}:{port}/v1/models"
-    if not security.token:
-        return f"{line}  # no token: every user of this machine may use and steer this gateway"
-    kept = security.run_tokens and file.exists()
-    token = f"$(cat {shlex.quote(str(file))})" if kept else f"${security.token_env}"
-    return f'{line} -H "Authorization: Bearer {token}"'
 
 
 @contextlib.asynccontextmanager

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_no_file_of_a_run_is_for_others_and_no_redis_has_a_port(
     run: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    wait_for(run, "all services are healthy")
+    wait_for(run, "everything serves")
     servers = [
         child
         for child in psutil.Process(run.pid).children(recursive=True)

@@ -214,14 +214,19 @@ def test_every_request_ends_once_with_aligned_tokens_logprobs_and_spans(case: Ca
         assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].finish is Finish.LENGTH
         assert len(tokens_of(chunks)) == 5 + number
-        at = 0
+        at = drawn = 0
         for chunk in chunks:
             assert len(chunk.behavior_logprobs) == len(chunk.token_ids)
             assert all(logprob <= 0 for logprob in chunk.behavior_logprobs)
             for span in chunk.version_spans:
                 assert (span.start, span.policy_version) == (at, 0)
                 at = span.end
-        assert at == 5 + number
+            for way in chunk.draw_spans:
+                assert way.start == drawn
+                assert way.arm in engine.info.arms
+                assert way.number_format
+                drawn = way.end
+        assert at == drawn == 5 + number
     assert engine.load.running == engine.load.waiting == 0
     assert engine.load.tokens_emitted == sum(5 + number for number in range(9))
     split = engine.load.split

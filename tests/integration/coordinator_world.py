@@ -105,6 +105,7 @@ class Script:
     bubbles: bool = True  # the second worker waits for the drafter on the first one's slot
     disaggregated: bool = False  # the policy trains on slots of its own
     push_waits: bool = False  # for the rollouts of the next step
+    push_drafts: bool = False  # each push waits until the drafter trains once more
     rollout_waits: bool = False  # from the second step on: for the commit of the one before
     one_version: bool = False  # nothing is rolled out while a set is committed
     rolling_out: set[int] = field(default_factory=set)  # steps
@@ -330,6 +331,9 @@ class Policy(PolicyServiceServicer):
         yield policy_pb2.TrainStepResponse(stepped=stepped)
         if self.script.push_waits:
             await self.script.until(lambda: step + 1 in self.script.drawn_at)
+        if self.script.push_drafts:
+            drafts = self.script.order.count("train") * 2
+            await self.script.until(lambda: self.script.order.count("draft") == drafts)
         yield policy_pb2.TrainStepResponse(
             prepared=policy_pb2.PolicyPrepared(policy_version=version, bytes=1)
         )
@@ -364,6 +368,7 @@ class Drafter(DrafterServiceServicer):
         gate = drafter_pb2.GateDecision(drafter_version=self.versions, promoted=True)
         yield drafter_pb2.ActivateResponse(gate=gate)
         script.activated.set()
+        await script.told()
         await asyncio.wait_for(preempted.wait(), WAIT_S)
         yield drafter_pb2.ActivateResponse(
             detached=drafter_pb2.Detached(reason="preempted", steps=2, tokens=64)
@@ -466,6 +471,7 @@ def overrides(peers: Peers, redis_url: str, directory: Path, **more: object) -> 
         "samples_per_task": 2,
         "training_interval_steps": 1,
         "preempt_deadline_s": 1.0,
+        "train_during_push": False,  # these pushes take no time, so that it would be chance
         **more,
     }
     return [f"{key}={value}" for key, value in values.items()]
@@ -527,6 +533,7 @@ def check_uses(
     for record, window in zip(records_of(entries), windows, strict=True):
         used = record["slot_s"]
         assert sum(used.values()) == pytest.approx(slots * (window.end_s - window.start_s))
+        assert sum(record.get("idle_s", {}).values()) == pytest.approx(used["idle"])
         held = {
             holder: held_seconds(intervals, holder, [window])
             for holder in ("engine", "policy", "drafter")

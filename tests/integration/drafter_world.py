@@ -78,7 +78,7 @@ class World:
             "security.run_tokens": "false",
             "model": POLICY,
             "optimizer.lr": 1e-2,
-            "buffer.heldout_every": 4,
+            "buffer.judged_every": 4,
             **self.overrides,
             **overrides,
         }

@@ -139,6 +139,27 @@ async def test_a_slot_is_leased_only_after_its_worker_has_given_its_memory_back(
     ]
 
 
+async def test_the_drafter_trains_during_a_push_and_leaves_with_the_commit(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script(push_drafts=True)) as peers:
+        more = {"steps": 2, "heldout_path": "", "train_during_push": True}
+        config = config_of(overrides(peers, redis_url, tmp_path, **more))
+        await run_to_end(config)
+    step = [
+        *("generate", "release [0]", "draft"),
+        *("release [0, 1]", "train"),
+        *("release [0]", "draft"),
+    ]
+    assert [one for one in script.order if not one.startswith("resume")] == step * 2
+    entries = await journal_of(config)
+    assert check_slots(entries) > 0
+    assert [one["event"] for one in entries].count("DrafterActivated") == 4
+    served = [one["data"]["versions"]["drafter"] for one in entries if one["event"] == "Committed"]
+    assert served[0] in (1, 2), "what the push's lease promotes may come too late for its commit"
+    assert served[1] in (3, 4)
+
+
 async def test_slots_go_back_to_the_engine_for_callers_that_wait(
     redis_url: str, tmp_path: Path
 ) -> None:

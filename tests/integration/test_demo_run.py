@@ -5,17 +5,32 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
 
+from benchmarks.demo_runs import demo_folder
 from paceline.local.patience import patient
 from paceline.report.audit import WORK
 from paceline.report.spans import read_spans
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def paceline(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    return subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+        check=False,
+    )
 
 
 def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -> None:
@@ -40,6 +55,7 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
         step = json.loads(line)
         slots_wall_s = summary["slots"] * step["step_s"]
         assert sum(step["slot_s"].values()) == pytest.approx(slots_wall_s, rel=0.01)
+        assert sum(step["idle_s"].values()) == pytest.approx(step["slot_s"]["idle"])
     assert sum(summary["slot_s"].values()) == pytest.approx(summary["slot_wall_s"], rel=0.01)
     assert summary["accuracy_first"] is not None
     assert summary["accept_len_last"] >= 1.0
@@ -61,12 +77,44 @@ def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: P
     assert "--resume demo-0-1" in output
     assert [child for child in family if child.is_running()] == []
     assert left_over(tmp_path) == []
+    run = tmp_path / "demo-0-1"
+    (run / "report.html").unlink()  # it was written when the run was stopped
+    again = paceline("report", str(run))
+    assert again.returncode == 0, again.stderr
+    assert json.loads((run / "summary.json").read_text())["steps"] >= 1
+    assert (run / "report.html").is_file()
+    assert left_over(tmp_path) == []
     done = demo(tmp_path, "--resume", "demo-0-1", "--steps", "3")
     output, _ = done.communicate(timeout=patient(300))
     assert done.returncode == 0, output
     summary = json.loads((tmp_path / "demo-0-1/summary.json").read_text())
     assert summary["steps"] >= 2
     assert summary["trajectories_lost"] == 0
+
+
+def test_a_program_that_reads_a_run_gets_json_lines(tmp_path: Path) -> None:
+    done = paceline("demo", "--out", str(tmp_path), "--steps", "2", *SMALL)
+    assert done.returncode == 0, done.stderr
+    objects = [json.loads(line) for line in done.stdout.splitlines()]
+    kinds = [one["kind"] for one in objects]
+    assert kinds[0] == "run"
+    assert kinds.index("serving") < kinds.index("step")
+    assert [one.get("step", "0") for one in objects if one["kind"] == "step"] == ["0", "1"]
+    assert (kinds[-1], objects[-1]["summary"]["steps"]) == ("summary", 2)
+
+
+def test_a_policy_is_evaluated_without_a_run() -> None:
+    """examples/demo/evaluate_policy.py, which samples with transformers, finds 0.84."""
+    folder = demo_folder()
+    tasks, model = str(folder / "tasks_heldout.jsonl"), str(folder / "policy_trained")
+    words = ["--prompts", "64", "--max-tokens", "368", "--samples", "2", "--json"]
+    done = paceline("eval", model, tasks, *words, "gateway.engine.workers=2")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["samples"] == 128
+    assert figures["accuracy"] > 0.75
+    assert figures["pass@2"] >= figures["accuracy"]
+    assert 0 <= figures["truncated"] < 0.5
 
 
 def test_a_killed_gateway_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:

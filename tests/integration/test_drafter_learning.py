@@ -32,7 +32,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     target, head = read_config(POLICY), load_policy_head(POLICY, 0)
-    buffer = FeatureBuffer(BufferConfig(samples=500, heldout_every=5, heldout_samples=40), seed=0)
+    buffer = FeatureBuffer(BufferConfig(samples=500, judged_every=5, judged_samples=40), seed=0)
     for batch in rows_of_policy("r", 240, length=60):
         buffer.add(sample_from(batch, target))
     learner = DrafterLearner(
@@ -41,7 +41,7 @@ def test_acceptance_of_held_out_rows_rises_with_training() -> None:
 
     def acceptance() -> float:
         net = learner.snapshot()
-        rows = [pack([one], window=512) for one in buffer.heldout([head.hash])]
+        rows = [pack([one], window=512) for one in buffer.fresh([head.hash])]
         matches = [chain_matches(net, row, head, 5).numpy() for row in rows]
         return float(offline_acceptance(np.concatenate(matches))["length"])
 

@@ -43,6 +43,7 @@ from paceline.local.ports import free_port
 from paceline.models.config import read_config
 from paceline.rpc import channel
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.shift import read_shift
 from paceline.streams import FeatureBatch, connect
 from paceline.streams.fields import SCHEMA_VERSION
 from paceline.tensors import from_numpy, head_hash
@@ -170,7 +171,8 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows)
-    await world.start(**ENDLESS, **{"gate.interval_steps": 4, "gate.min_positions": 20})
+    few = {"gate.samples": 8, "gate.min_positions": 8 * (48 - 6)}  # and all that they hold
+    await world.start(**ENDLESS, **{"gate.interval_steps": 150}, **few)
     world.receiver.open.clear()
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")
@@ -186,10 +188,15 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
         await world.preempt(2)
     assert gate.drafter_version == 1
     assert gate.candidate_accept_length - gate.serving_accept_length > gate.noise > 0
-    assert gate.positions >= 20
+    assert gate.positions == 8 * (48 - 6)
     written = world.directory / "checkpoints" / "drafter-candidates" / "drafter-1"
     received = world.pushed(1)
     assert (received / "config.json").read_bytes() == (written / "config.json").read_bytes()
+    shift = read_shift(received)
+    assert shift is not None
+    assert shift.over == 0
+    assert 1 + sum(shift.after) == pytest.approx(gate.candidate_accept_length)
+    assert 1 + sum(shift.before) == pytest.approx(gate.serving_accept_length)
     target = read_config(POLICY)
     net, again = (
         EagleNet.read(written, target).state_dict(),
@@ -200,6 +207,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
 
     async with channel(world.address, SECURITY) as peer:
         await commit_versions(peer, world.context(3), VersionSet(1, 0, 1))
+    await world.append(rows)  # the same rows judge again
     async with aclosing(world.activate(3, drafter=1)) as running:
         second = await until(running, "gate")
         assert second.drafter_version == 2
@@ -263,7 +271,7 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
     assert (await world.status()).active_epoch == 0
     detached = (await collect(world.activate(5, max_steps=1)))[-1].detached
     assert detached.steps == 1
-    assert detached.dropped == {"stale_head": sum(trained_on(batch) for batch in unknown)}
+    assert detached.dropped == {"stale_head": len(unknown)}
     await preempt_often(world, range(6, 16))
 
 
@@ -271,7 +279,7 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(
-        [batch for batch in rows if trained_on(batch)]
+        [batch for batch in rows if not judged_first(batch)]
     )  # nothing to judge by, so far
     warm = sglang_drafter(world.directory.with_name("warm"))
     await world.start(ranks=2, drafter=world.directory.with_name("warm"), **ENDLESS)
@@ -443,9 +451,9 @@ def relabelled(batch: FeatureBatch, head: str, version: int) -> FeatureBatch:
     )
 
 
-def trained_on(batch: FeatureBatch) -> bool:
-    """Whether the session is not held out, by the rule of the buffer."""
-    return zlib.crc32(batch.session_id.encode()) % 4 != 0
+def judged_first(batch: FeatureBatch) -> bool:
+    """Whether the rows wait to be judged by, by the rule of the buffer."""
+    return zlib.crc32((batch.group_id or batch.session_id).encode()) % 4 == 0
 
 
 def test_the_parent_imports_no_torch() -> None:

@@ -42,7 +42,7 @@ TOGETHER = (
     ("coordinator.samples_per_task",),
     ("coordinator.dynamic_sampling_rounds",),
 )
-WORKERS = "gateway.engine.workers"
+WORKERS, TASKS = "gateway.engine.workers", "coordinator.tasks_path"
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_counted_in(
     redis_url: str, tmp_path: Path
 ) -> None:
-    assert {WORKERS, *OTHERS} == set(KEPT.values())
+    assert {WORKERS, TASKS, *OTHERS} == set(KEPT.values())
     async with running_peers(script := Script(hold_step=0)) as peers:
         words = overrides(peers, redis_url, tmp_path)
         stop = asyncio.Event()
@@ -69,6 +69,12 @@ async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_count
             seen, kept = str(refused.value.seen), str(refused.value.allowed)
             assert sorted(seen.split(", ")) == sorted(changed)
             assert all(f"{name}={OTHERS[name][1]}" in kept for name in names)
+        tasks = tmp_path / "train.jsonl"
+        before = tasks.read_text()
+        tasks.write_text(before.replace('"answer": "', '"answer": "1', 1))
+        with pytest.raises(ConfigError, match=f"seen: {TASKS}=.* tasks of hash .*; allowed"):
+            await run_to_end(config_of(words))
+        tasks.write_text(before)
         script.workers = 3
         with pytest.raises(ConfigError, match=f"seen: {WORKERS}=3; allowed: {WORKERS}=2, or"):
             await run_to_end(config_of(words))

@@ -258,8 +258,11 @@ def moved(after: dict[str, Any], before: dict[str, Any]) -> float:
     return max(float(np.abs(after[name] - before[name]).max()) for name in before)
 
 
-async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> None:
-    await world.start(checkpoint_interval_steps=1)
+@pytest.mark.parametrize("offload", [False, True], ids=["stays", "offload"])
+async def test_two_ranks_train_push_checkpoint_and_acknowledge(
+    world: World, *, offload: bool
+) -> None:
+    await world.start(checkpoint_interval_steps=1, offload=offload)
     trajectories = await world.append(0, 0)
     batch, stepped, prepared = await world.step(0, 0)
     assert batch.trajectories == len(trajectories)

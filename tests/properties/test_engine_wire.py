@@ -20,7 +20,7 @@ from paceline.messages import (
     versions_from_proto,
     versions_to_proto,
 )
-from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+from paceline.trajectory import DrawSpan, SpeculationStats, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
@@ -85,6 +85,15 @@ def spans_of(lengths: list[int]) -> tuple[VersionSpan, ...]:
     )
 
 
+def drawn_of(lengths: list[int]) -> tuple[DrawSpan, ...]:
+    """Neighbours of different arms."""
+    return tuple(
+        DrawSpan(one.start, one.end, f"arm {one.policy_version}", "float32")
+        for one in spans_of(lengths)
+    )
+
+
+LENGTHS = st.lists(st.integers(1, 9), max_size=4)
 ON = st.floats(0.125, 8, width=32)  # 0 on the wire means: left out
 SAMPLING = every_field(
     Sampling,
@@ -116,7 +125,8 @@ def test_the_wire_names_the_same_parameters_as_the_engine() -> None:
     every_field(
         Chunk,
         finish=st.sampled_from(Finish),
-        version_spans=st.lists(st.integers(1, 9), max_size=4).map(spans_of),
+        version_spans=LENGTHS.map(spans_of),
+        draw_spans=LENGTHS.map(drawn_of),
     )
 )
 def test_the_last_chunk_comes_back(chunk: Chunk) -> None:

@@ -74,6 +74,7 @@ class World(RuleBasedStateMachine):
         drafter_slots=st.integers(1, 4),
         evaluations=st.booleans(),
         serial=st.booleans(),
+        pushing=st.booleans(),
         groups=st.integers(1, 3),
         rounds=st.integers(0, 2),
     )
@@ -86,6 +87,7 @@ class World(RuleBasedStateMachine):
         drafter_slots: int,
         evaluations: bool,
         serial: bool,
+        pushing: bool,
         groups: int,
         rounds: int,
     ) -> None:
@@ -96,6 +98,7 @@ class World(RuleBasedStateMachine):
             training_interval_steps=interval,
             min_workers_for_training=minimum,
             max_drafter_slots=drafter_slots,
+            train_during_push=pushing,
             serial_drafter=serial,
             accuracy_enabled=evaluations,
             probe_enabled=evaluations,
@@ -163,9 +166,12 @@ class World(RuleBasedStateMachine):
             assert (worker_state is WorkerState.TRAINING) == (holders == {Holder.DRAFTER})
             if worker_state is WorkerState.GENERATING and Phase.ROLLOUT in state.phases:
                 assert holders == {Holder.ENGINE}
-        alone = {Phase.POLICY, Phase.COMMIT, Phase.EVALUATE, Phase.PAUSED, Phase.CLOSING}
-        if state.phases & alone:
+        alone = {Phase.EVALUATE, Phase.PAUSED, Phase.CLOSING}
+        if state.phases & alone or state.slots.counted(Holder.POLICY):
             assert state.lease is None
+        if state.phases & {Phase.POLICY, Phase.COMMIT} and state.lease is not None:
+            assert state.settings.train_during_push
+            assert state.lease.preempting or state.committing is None
 
     @precondition(lambda self: "BeginStep" in self.calls and self.state.rollouts.drawing)
     @rule()

@@ -25,7 +25,8 @@ PROBED = replace(THREE, training_interval_steps=2, probe_enabled=True, probe_eve
 SERIAL = replace(THREE, serial_drafter=True)
 CHOOSY = {"dynamic_sampling_rounds": 1}
 SETTINGS = {
-    "sync": (replace(THREE, workers=2), 1),
+    "sync": (replace(THREE, workers=2, train_during_push=True), 1),
+    "sync, no training during a push": (replace(THREE, workers=2), 0),
     "sync, two slots for the drafter": (TWO_SLOTS, 0),
     "sync, slots that join the drafter": (JOINING, 0),
     "sync, the drafter in every second step, with probes": (PROBED, 0),
@@ -57,6 +58,10 @@ SETTINGS = {
 """Settings, and faults of a run at most."""
 DEEPER = {
     "sync": (THREE, 1),
+    "sync, the drafter during a push": (
+        replace(JOINING, total_steps=2, train_during_push=True),
+        0,
+    ),
     "sync, slots that join the drafter": (JOINING, 1),
     "sync, serial drafter": (replace(SERIAL, workers=2), 2),
     "one_step_off, colocated": (replace(THREE, **ONE_OFF, workers=1), 2),

@@ -16,15 +16,19 @@ from paceline.messages import (
     to_message,
     trajectory_to_proto,
 )
-from paceline.trajectory import SpeculationStats, Trajectory, VersionSet, VersionSpan
+from paceline.trajectory import DrawSpan, SpeculationStats, Trajectory, VersionSet, VersionSpan
 from paceline.v1 import trajectory_pb2 as pb
 
 PAIRS: list[tuple[type[Any], type[Message]]] = [
     (VersionSet, pb.VersionSet),
     (VersionSpan, pb.VersionSpan),
+    (DrawSpan, pb.DrawSpan),
     (SpeculationStats, pb.SpeculationStats),
 ]
 COUNTS = st.integers(1, 2**31)  # never the default of a field, so that one left out is seen
+
+
+TEXTS = {"arm", "number_format"}
 
 
 def noun_of(cls: type[Any]) -> st.SearchStrategy[Any]:
@@ -34,6 +38,8 @@ def noun_of(cls: type[Any]) -> st.SearchStrategy[Any]:
         **{
             one.name: st.lists(COUNTS, min_size=1, max_size=3).map(tuple)
             if one.name.endswith("_at")
+            else st.text(min_size=1)
+            if one.name in TEXTS
             else COUNTS
             for one in fields(cls)
         },

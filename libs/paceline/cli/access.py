@@ -75,14 +75,23 @@ def find_coordinator(run: str, files: Sequence[Path]) -> Coordinator:
 
     Raises NotFound when there is no such directory with a config.toml.
     """
-    places = [Path(run), Path("runs") / run]
-    found = next((place for place in places if (place / "config.toml").is_file()), None)
-    if found is not None:
-        return coordinator_of([found / "config.toml", *files])
-    if run.rpartition(":")[2].isdecimal():
+    if not _directories(run) and run.rpartition(":")[2].isdecimal():
         return coordinator_of(files, run)
+    return coordinator_of([run_directory(run) / "config.toml", *files])
+
+
+def run_directory(run: str) -> Path:
+    """The directory of a run, by itself or by its id below runs/. Raises NotFound."""
+    for directory in _directories(run):
+        return directory
     raise NotFound(
         "no such run",
         seen=run,
-        allowed="a directory with config.toml, its name in runs/, or the coordinator's host:port",
+        allowed="a directory with config.toml, or its name in runs/; of one that goes on also "
+        "the coordinator's host:port",
     )
+
+
+def _directories(run: str) -> list[Path]:
+    places = [Path(run), Path("runs") / run]
+    return [place for place in places if (place / "config.toml").is_file()]

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import keep_files_private
 
 console = Console(stderr=True)
@@ -37,6 +37,23 @@ CoordinatorAddress = Annotated[
     str | None,
     typer.Option(help="where the coordinator listens; else as the settings have it"),
 ]
+LineFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--lines",
+        metavar="text|json",
+        help="what is printed: lines to be read, or JSON objects on standard output; else text on "
+        "a terminal, JSON without one",
+        show_default=False,
+    ),
+]
+
+
+def json_wanted(lines: str | None) -> bool:
+    """Whether a run is shown to a program; exits for a format that is none."""
+    if lines not in (None, "text", "json"):
+        raise refused(ConfigError("no such format of lines", seen=lines, allowed="text, json"))
+    return lines == "json" or (lines is None and not sys.stdout.isatty())
 
 
 def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:

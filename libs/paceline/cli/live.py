@@ -1,25 +1,40 @@
-"""Shows a running demo: a line a step and, on a terminal, a progress bar below the lines."""
+"""Shows a run to people: a line a step and, on a terminal, a progress bar below the lines."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from paceline.cli.up import event_line
+from paceline.cli.results import print_results
+from paceline.cli.run_files import RunFiles
 from paceline.cli.watch import RunState
+from paceline.config import ServiceConfig
 from paceline.local.launch import ChildEvent
 from paceline.local.services import SERVICES
+from paceline.local.tokens import example_call
 from paceline.report.journal import ACCURACY, PROBE, widest_pass
+from paceline.report.summary import Summary
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _PACE_S = 1800.0
 """The time left follows the steps of this many last seconds: one step may take minutes."""
 _SLOTS_SHOWN = 8
 """More slots are counted by their holders."""
+_STYLES = {
+    "died": "bold red",
+    "given_up": "bold red",
+    "impaired": "red",
+    "waits": "bold yellow",
+    "restarted": "yellow",
+    "healthy": "green",
+    "recovered": "green",
+}
 _EVALUATIONS = {ACCURACY: "held-out accuracy", PROBE: "probe"}
 
 
@@ -45,16 +60,44 @@ class RunView:
         )
         self._task = self._bar.add_task("", total=total_steps, phase="starting", slots="")
 
-    def started(self) -> None:
+    def begin(self, directory: Path, plan: Sequence[str]) -> None:
+        """Where the run lives, and what it gets."""
+        self._line(f"[bold]run {escape(self.state.run_id)}[/] in {escape(str(directory))}")
+        for line in plan:
+            self.line(line)
+
+    def started(self, config: ServiceConfig) -> None:
         """All services are healthy."""
         self._serving = True
-        self._line("all services are healthy; the steps begin")
-        self.say("first evaluation")
+        addresses = config.addresses
+        self._line(
+            f"[bold]everything serves[/]: API http://{addresses.http}/v1, coordinator "
+            f"{addresses.coordinator}; Ctrl-C stops all. Try"
+        )
+        self._line(f"  paceline page {escape(str(config.run.dir))}")
+        self._line(f"  {escape(example_call(config, addresses.http.rpartition(':')[2]))}")
+        self.say("the steps begin")
 
     def event(self, event: ChildEvent) -> None:
         """Starts are shown until everything serves, later only what went wrong."""
         if not self._serving or event.kind not in ("started", "finished", "stopped"):
             self._line(event_line(event))
+
+    def line(self, text: str) -> None:
+        """Something to be read, as it is."""
+        self._line(escape(text))
+
+    def failed(self, message: str) -> None:
+        """What made the run fail."""
+        self._line(f"[bold red]the run failed:[/] {escape(message)}")
+
+    def again(self, command: str) -> None:
+        """How to go on."""
+        self._line(f"continue with: [bold]{escape(command)}[/]")
+
+    def results(self, summary: Summary, files: RunFiles) -> None:
+        """What came out."""
+        print_results(summary, files, self._console)
 
     def say(self, text: str) -> None:
         """A phase outside the steps."""
@@ -91,6 +134,13 @@ class RunView:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
+
+
+def event_line(event: ChildEvent) -> str:
+    """One line for the terminal, with rich markup."""
+    style = _STYLES.get(event.kind, "dim")
+    detail = f": {escape(event.detail)}" if event.detail else ""
+    return f"[{style}]{escape(event.name)} {event.kind}[/]{detail} [dim](pid {event.pid})[/]"
 
 
 def away_line(services: Sequence[str]) -> str:

@@ -11,13 +11,15 @@ import typer
 from rich.console import Console
 
 import paceline
-from paceline.cli import operate
+from paceline.cli import files, operate
 from paceline.cli.command import (
     ConfigFiles,
+    LineFormat,
     NoToken,
     Overrides,
     become,
     console,
+    json_wanted,
     refused,
     run_to_exit,
     settings_of,
@@ -29,7 +31,6 @@ from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     help="Reinforcement-learning post-training with speculative rollouts whose drafter learns in "
     "their idle time.",
@@ -57,10 +58,22 @@ TOOLS = {
 """Command -> module that parses the rest of the line, and what the list of commands says of it."""
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(distribution_version("paceline"))
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(distribution_version("paceline"))
+        raise typer.Exit
+
+
+@app.callback()
+def paceline_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="print the version and exit"
+        ),
+    ] = False,
+) -> None:
+    """Holds the options of `paceline` itself."""
 
 
 DRAFTERS = f"off | {' | '.join(SPECULATORS)}, a drafter's directory, or package.module:KIND"
@@ -124,11 +137,14 @@ def up(
     overrides: Overrides = None,
     config: ConfigFiles = None,
     no_token: NoToken = False,
+    lines: LineFormat = None,
 ) -> None:
-    """Start and supervise Redis and all services from one TOML; Ctrl-C stops them all."""
+    """Run Redis and all services from one TOML, then write a report; Ctrl-C stops them all."""
+    as_json = json_wanted(lines)
     from paceline.cli.up import run_up
 
-    run_to_exit(run_up(list(config or []), settings_of(overrides, no_token), console))
+    settings = settings_of(overrides, no_token)
+    run_to_exit(run_up(list(config or []), settings, console, as_json=as_json))
 
 
 @app.command()
@@ -156,7 +172,7 @@ def plan(
 @app.command()
 def demo(
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 80,
     seed: Annotated[int, typer.Option(help="seed of tasks and samples")] = 0,
     engine: Annotated[
         str, typer.Option(help="embedded | sglang (after make setup-sglang)")
@@ -167,13 +183,18 @@ def demo(
     frozen_drafter: Annotated[
         Path | None, typer.Option(help="serve this drafter and never train it")
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="settings in the place of examples/demo/demo.toml")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="ID", help="continue the run of this id")
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
     no_token: NoToken = False,
+    lines: LineFormat = None,
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
+    as_json = json_wanted(lines)
     from paceline.cli.demo import run_demo
     from paceline.cli.run_files import DemoOptions
 
@@ -183,11 +204,12 @@ def demo(
         engine=engine,
         speculation=not no_speculation,
         frozen_drafter=frozen_drafter,
+        config=config,
         resume=resume,
         out=out,
         overrides=settings_of(overrides, no_token),
     )
-    run_to_exit(run_demo(options, console))
+    run_to_exit(run_demo(options, console, as_json=as_json))
 
 
 @app.command()
@@ -220,6 +242,8 @@ def doctor(
 
 for _command in operate.COMMANDS:
     app.command()(_command)
+for _name, _work in files.COMMANDS.items():
+    app.command(_name)(_work)
 
 
 @app.command(context_settings=REST)

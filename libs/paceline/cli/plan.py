@@ -19,7 +19,10 @@ from paceline.models.config import read_config
 from paceline.plugins import import_object
 
 _ITEM = {"float32": 4, "bfloat16": 2}
+_MOMENT = {"float32": memory_plan.FLOAT, "int8": memory_plan.INT8}
 _NVIDIA_SMI_S = 20.0
+_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""What drivers make, also where their tools are not on PATH."""
 
 
 class Checked(NamedTuple):
@@ -33,6 +36,8 @@ class Checked(NamedTuple):
     """
     start_s: float
     """Seconds after which the slowest service gives up its own start, by its settings."""
+    steps: int
+    """RL steps of the run."""
 
 
 def plan_run(
@@ -51,7 +56,9 @@ def plan_run(
         found[name] for name in ("gateway", "policy_trainer", "coordinator")
     )
     if gpus is None:
-        gpus = gpu_bytes() if policy.device != "cpu" else []
+        on_gpus = _on_gpus(found)
+        gpus = gpu_bytes() if policy.device != "cpu" or on_gpus else []
+        _check_gpus(on_gpus, gpus)
     per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
@@ -61,8 +68,42 @@ def plan_run(
     _check_correction(gateway, policy)
     lines = _memory(found, ranks, gpus)
     chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
+    chosen += _trajectories(gateway.trajectories)
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
-    return Checked(lines, chosen, max(gateway.engine.ready_deadline_s, policy.start_deadline_s))
+    start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
+    return Checked(lines, chosen, start_s, coordinator.steps)
+
+
+def _on_gpus(found: dict[str, Any]) -> list[str]:
+    """Settings that ask for a GPU."""
+    gateway, policy, drafter = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
+    )
+    named = {"policy_trainer.device": policy.device, "drafter_trainer.device": drafter.device}
+    if gateway.engine.kind == "sglang":
+        named["gateway.engine.sglang.device"] = gateway.engine.sglang.device
+    return [key for key, device in named.items() if device == "cuda"]
+
+
+def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
+    """Raises ConfigError where a GPU is asked for and there is none, before anything is started."""
+    if wanted and not gpus and not any(Path(path).exists() for path in _GPU_FILES):
+        raise ConfigError(
+            "this machine has no GPU",
+            seen=", ".join(f"{key}=cuda" for key in wanted),
+            allowed="cpu here; `paceline plan --gpus 8x80` plans for another machine",
+        )
+
+
+def _trajectories(written: bool | None) -> list[str]:
+    """The gateway of a run writes what is trained. Raises ConfigError where it is told not to."""
+    if written is False:
+        raise ConfigError(
+            "a run trains what its gateway writes down",
+            seen="gateway.trajectories=false",
+            allowed="true, or nothing; a gateway alone: paceline serve gateway",
+        )
+    return [] if written else ["gateway.trajectories=true"]
 
 
 def _staleness(bound: int | None, lag: int) -> list[str]:
@@ -134,6 +175,8 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
                 adapters=memory_plan.adapter_parameters(
                     model, policy.adapters.rank, policy.adapters.targets
                 ),
+                moment=_MOMENT[policy.optimizer.moments],
+                offload=policy.offload,
             ),
         ),
         memory_plan.drafter_plan(model, ranks=drafter.ranks, tokens=drafter.max_micro_batch_tokens),

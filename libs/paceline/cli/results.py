@@ -40,12 +40,13 @@ async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
 
 
 def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int]) -> Summary:
-    """Write summary.json and report.html, after all services have written their last spans."""
-    history = read_history(files.directory / JOURNAL)
-    spans = read_report(files.spans)
+    """Write steps.jsonl, summary.json and report.html, after all services have written their last
+    spans. Raises DataLoss for a run that has not begun.
+    """
+    history, spans = read_history(files.directory / JOURNAL), read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
-    entries = list(read_entries(files.directory / JOURNAL))
-    summary["trespasses"] = trespasses(entries, read_spans(files.spans))
+    entries = read_entries(files.directory / JOURNAL)
+    summary["trespasses"] = trespasses(list(entries), read_spans(files.spans))
     write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
     write_whole(files.report, render(summary, history, spans))

@@ -1,4 +1,4 @@
-"""Makes the files of one demo run: its number, its directory, its config."""
+"""Says where a run keeps its files, and makes those of a demo: number, directory, config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
-from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
+from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS, ServiceConfig
 from paceline.config.shared import RUN_ID
 from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
 from paceline.errors import ConfigError, NotFound
@@ -35,11 +35,12 @@ One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's: its de
 class DemoOptions:
     """What `paceline demo` was asked for."""
 
-    steps: int = 150  # RL steps, 0-based steps 0 .. steps-1
+    steps: int = 80  # RL steps, 0-based steps 0 .. steps-1
     seed: int = 0
     engine: str = "embedded"
     speculation: bool = True
     frozen_drafter: Path | None = None
+    config: Path | None = None  # in the place of examples/demo/demo.toml
     resume: str | None = None
     out: Path = Path("runs")
     overrides: tuple[str, ...] = ()  # <section>.<key>=<value>
@@ -51,6 +52,7 @@ class RunFiles:
 
     run_id: str
     directory: Path  # absolute
+    spans_dir: str = ""  # empty: in the directory
 
     @property
     def config(self) -> Path:
@@ -60,7 +62,7 @@ class RunFiles:
     @property
     def spans(self) -> Path:
         """Span files of all processes."""
-        return self.directory / "spans"
+        return Path(self.spans_dir) if self.spans_dir else self.directory / "spans"
 
     @property
     def summary(self) -> Path:
@@ -75,6 +77,11 @@ class RunFiles:
     def read_config(self) -> Tree:
         """The settings as TOML tables."""
         return read_tables(self.config)
+
+
+def files_of(config: ServiceConfig) -> RunFiles:
+    """The files of the run with these settings."""
+    return RunFiles(config.run.id, Path(config.run.dir).absolute(), config.telemetry.spans_dir)
 
 
 def repository_root() -> Path:
@@ -113,7 +120,7 @@ def configure_run(files: RunFiles, options: DemoOptions) -> None:
         tree = files.read_config()
     else:
         root = repository_root()
-        tree = _rooted(read_tables(root / EXAMPLES / "demo.toml"), root)
+        tree = _rooted(read_tables(options.config or root / EXAMPLES / "demo.toml"), root)
         merge(tree, _engine(options))
         merge(tree, _variant(options))
         merge(tree, {"run": {"seed": options.seed}})
@@ -214,12 +221,12 @@ def _placement(files: RunFiles) -> Tree:
 
 
 def _rooted(tree: Tree, root: Path) -> Tree:
-    """The same settings with paths into the examples made absolute."""
+    """The same settings with paths of files of the repository made absolute."""
     rooted: Tree = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             rooted[key] = _rooted(value, root)
-        elif isinstance(value, str) and value.startswith(f"{EXAMPLES}/"):
+        elif isinstance(value, str) and "/" in value and (root / value).exists():
             rooted[key] = str(root / value)
         else:
             rooted[key] = value

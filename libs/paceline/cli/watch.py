@@ -31,6 +31,7 @@ class RunState:
     total_steps: int
     on_record: OnRecord  # gets each finished step once
     on_away: OnAway = lambda services: None  # gets the services that do not answer, at each change
+    on_change: Callable[[], None] = lambda: None  # called when anything may be another
     phase: str = "starting"
     holders: dict[int, str] = field(default_factory=dict)  # slot -> who holds it
     complete: int = 0  # steps known without a gap, from the first on
@@ -54,6 +55,7 @@ class RunState:
         if fact.HasField("run_finished"):
             self.finished, self.failure = True, fact.run_finished.failure
             self.phase = "failed" if self.failure else "finished"
+        self.on_change()
 
     def take_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
         """Take the whole state in, after a gap."""
@@ -66,6 +68,7 @@ class RunState:
             self._slots(slots)
         if snapshot.last_step.step_s:
             self.take_record(snapshot.last_step)
+        self.on_change()
 
     def take_record(self, record: pb.StepRecord) -> None:
         """Take a finished step in, unless it is known: an evaluation is added to it later."""

@@ -131,8 +131,8 @@ class OptimizerConfig(Config):
     """Largest global gradient norm."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises linearly from lr / warmup_steps."""
-    fused: bool = False
-    """One kernel for the whole update instead of one for each of its operations."""
+    fused: bool = True
+    """One kernel for the update of all parameters instead of one for each of its operations."""
 
 
 class ServiceConfig(Config):

@@ -14,6 +14,8 @@ from paceline.models.config import ModelConfig
 
 FLOAT = 4
 """Bytes of a number that is trained."""
+INT8 = 1 + FLOAT / 256
+"""Bytes of a moment of eight bits, of which 256 share a scale."""
 LIBRARIES = 1 << 30
 """Bytes that CUDA and NCCL keep for one process on a GPU, about."""
 LOGITS = 4
@@ -84,7 +86,8 @@ class RunPlan:
                 seen=f"{shown(most)}",
                 allowed=f"{shown(device_bytes)}, with another model, more GPUs, memory_saver, "
                 "a smaller memory_fraction, reshard_after_forward, recompute_activations, "
-                "compute_dtype=bfloat16, fewer head_rows or shorter sequences",
+                "compute_dtype=bfloat16, optimizer.moments=int8, offload, fewer head_rows or "
+                "shorter sequences",
             )
 
 
@@ -169,6 +172,10 @@ class PolicySizes:
     reference: bool = False
     adapters: int = 0
     """Numbers that are trained in the place of the weights; 0: the weights themselves."""
+    moment: float = FLOAT
+    """Bytes of a moment, its share of a block's scale included."""
+    offload: bool = False
+    """Whether nothing stays between steps."""
 
 
 def policy_plan(
@@ -182,13 +189,14 @@ def policy_plan(
     count, layer = parameters(model), layer_parameters(model)
     share = -(-FLOAT * count // ranks)
     trained = -(-FLOAT * settings.adapters // ranks) if settings.adapters else share
+    moments = 2 * settings.moment / FLOAT  # of what is trained
     kept = layer_activations(model)  # with recompute of one layer, and the inputs of all
     layers = model.num_layers
     read = kept + layers * model.hidden_size if settings.recompute else kept * layers
     parts = {
         "weights": share + (trained if settings.adapters else 0),
         "gradients": trained,
-        "optimizer": 2 * trained,
+        "optimizer": round(moments * trained),
         "gathered": _gathered(model, ranks, settings),
         "activations": settings.item * tokens * read,
         "logits": LOGITS * FLOAT * min(tokens, settings.head_rows) * model.vocab_size,
@@ -198,12 +206,12 @@ def policy_plan(
     if settings.critic:
         decoder = layers * layer + model.vocab_size * model.hidden_size
         own = -(-FLOAT * decoder // ranks)
-        parts["critic"] = 4 * own + whole * decoder // count
-        stays += 3 * own
+        parts["critic"] = round((2 + moments) * own) + whole * decoder // count
+        stays += round((1 + moments) * own)
     if settings.reference and not settings.adapters:
         parts["reference"] = share + whole
         stays += share
-    return ServicePlan("policy_trainer", ranks, parts, stays)
+    return ServicePlan("policy_trainer", ranks, parts, 0 if settings.offload else stays)
 
 
 def _gathers(ranks: int, settings: PolicySizes) -> bool:

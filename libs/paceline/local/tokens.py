@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,18 @@ def use_run_tokens(config: ServiceConfig) -> None:
 def token_file(config: ServiceConfig, name: str) -> Path:
     """Where the run keeps its `operator` or `agent` token."""
     return Path(config.run.dir).absolute() / "tokens" / name
+
+
+def example_call(config: ServiceConfig, port: int | str) -> str:
+    """A line to copy for the HTTP API of a gateway that listens at this port."""
+    security, file = config.security, token_file(config, AGENT)
+    scheme = "https" if security.tls_cert else "http"
+    line = f"curl {scheme}://{config.addresses.http.rpartition(':')[0]}:{port}/v1/models"
+    if not security.token:
+        return f"{line}  # no token: every user of this machine may use and steer this gateway"
+    kept = security.run_tokens and file.exists()
+    token = f"$(cat {shlex.quote(str(file))})" if kept else f"${security.token_env}"
+    return f'{line} -H "Authorization: Bearer {token}"'
 
 
 @contextmanager

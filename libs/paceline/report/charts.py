@@ -1,4 +1,4 @@
-"""Draws charts as inline SVG: lines, stacked columns, slot timelines, waterfalls.
+"""Draws charts by RL step as inline SVG: lines and stacked columns.
 
 Colours are CSS classes c0..c7 of the page, so that one drawing is readable on light and dark.
 """
@@ -9,11 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 560, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
+_LEFT, RIGHT, _TOP, _BOTTOM = 46, 12, 10, 34
 _POINTS_DRAWN = 600
-_ROW = 22
+_LEAST_OF_A_LINE = 3
+"""Measurements, below which there are dots alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """One interval of a timeline or waterfall, in seconds."""
-
-    row: int
-    start: float
-    end: float
-    color: str
-    title: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class Frame:
     """Maps data to pixels of the plot area."""
 
     x0: float
@@ -51,11 +42,13 @@ class _Frame:
     left: int = _LEFT
 
     def x(self, value: float) -> float:
+        """Pixels from the left."""
         return self.left + (value - self.x0) / (self.x1 - self.x0) * (
-            self.width - self.left - _RIGHT
+            self.width - self.left - RIGHT
         )
 
     def y(self, value: float) -> float:
+        """Pixels from the top."""
         return (
             self.height
             - _BOTTOM
@@ -103,7 +96,7 @@ def line_chart(
     low = min(ys) if y_min is None else y_min
     high = max(ys) if y_max is None else y_max
     pad = (high - low or abs(high) or 1.0) * 0.06
-    frame = _Frame(
+    frame = Frame(
         min(xs),
         max(xs) if max(xs) > min(xs) else min(xs) + 1,
         low - pad if y_min is None else y_min,
@@ -113,9 +106,9 @@ def line_chart(
     dashes = [
         f'<path class="mark" d="M{frame.x(x):.1f} {top}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]
     ]
-    parts = [*_axes(frame), *dashes, *(_line(s, frame) for s in drawn)]
+    parts = [*_axes(frame), *dashes, *(_line(s, frame) for s in drawn), *_hover(drawn, frame)]
     named = [(s.name, s.color) for s in drawn if not s.faint]
-    return legend(named) + _svg(parts, y_label, frame.width, frame.height)
+    return legend(named) + svg(parts, y_label, frame.width, frame.height)
 
 
 def stacked_columns(
@@ -131,7 +124,7 @@ def stacked_columns(
     columns = columns[:: max(1, len(columns) // _POINTS_DRAWN)]
     gap = columns[1][0] - columns[0][0] if len(columns) > 1 else 1.0
     top = max(sum(parts) for _, parts in columns) or 1.0
-    frame = _Frame(columns[0][0] - gap / 2, columns[-1][0] + gap / 2, 0.0, top * 1.03)
+    frame = Frame(columns[0][0] - gap / 2, columns[-1][0] + gap / 2, 0.0, top * 1.03)
     paths = ["" for _ in names]
     width = max(0.6, frame.x(frame.x0 + gap) - frame.left - 0.6)
     for x, parts in columns:
@@ -147,59 +140,11 @@ def stacked_columns(
     bars = [
         f'<path class="fill {color}" d="{d}"/>' for color, d in zip(colors, paths, strict=True) if d
     ]
-    shown = [*_axes(frame), *bars]
-    return legend(list(zip(names, colors, strict=True))) + _svg(shown, y_label, WIDTH, HEIGHT)
-
-
-def timeline(
-    rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, *, titles: bool, label: str
-) -> str:
-    """A row per slot; time in seconds from `start`.
-
-    Without titles all bars of a colour are one path: small files.
-    """
-    width, left, foot = 1140, 62, 30
-    height = len(rows) * _ROW + foot + 4
-    frame = _Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, width, height, left)
-    parts = _time_axis(frame, len(rows) * _ROW + 4)
-    parts += [_text(left - 8, 4 + i * _ROW + 14, row, "end") for i, row in enumerate(rows)]
-    paths: dict[str, list[str]] = {}
-    for bar in bars:
-        if bar.end <= start or bar.start >= end:
-            continue
-        x0, x1 = frame.x(max(bar.start, start) - start), frame.x(min(bar.end, end) - start)
-        y, w = 6 + bar.row * _ROW, max(x1 - x0, 0.25)
-        if titles:
-            parts.append(_rect(bar, x0, y, w, _ROW - 4))
-        else:
-            paths.setdefault(bar.color, []).append(f"M{x0:.1f} {y}h{w:.1f}v{_ROW - 4}h{-w:.1f}z")
-
-    parts += [f'<path class="fill {color}" d="{"".join(path)}"/>' for color, path in paths.items()]
-    return _svg(parts, label, width, height, wide=True)
-
-
-def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:
-    """One bar per row under a common time axis; labels left, duration right of the bar or left of
-    it near the edge.
-    """
-    width, left = 1140, 330
-    start = min(bar.start for bar in bars)
-    end = max(bar.end for bar in bars)
-    height = len(labels) * _ROW + 34
-    frame = _Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, width, height, left)
-    parts = _time_axis(frame, len(labels) * _ROW + 4)
-    for i, text in enumerate(labels):
-        parts.append(_text(8, 4 + i * _ROW + 14, text))
-    for bar in bars:
-        x0, x1 = frame.x(bar.start - start), frame.x(bar.end - start)
-        y, w = 6 + bar.row * _ROW, max(x1 - x0, 1.0)
-        at, anchor = (x1 + 5, "start") if x1 < width - 80 else (x0 - 5, "end")
-        parts.append(
-            _rect(bar, x0, y, w, _ROW - 6)
-            + _text(at, y + 12, duration(bar.end - bar.start), anchor)
-        )
-
-    return _svg(parts, label, width, height, wide=True)
+    series = [
+        Series(name, [(x, parts[i]) for x, parts in columns], "") for i, name in enumerate(names)
+    ]
+    shown = [*_axes(frame), *bars, *_hover(series, frame)]
+    return legend(list(zip(names, colors, strict=True))) + svg(shown, y_label, WIDTH, HEIGHT)
 
 
 def duration(seconds: float) -> str:
@@ -226,10 +171,12 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _line(series: Series, frame: _Frame) -> str:
+def _line(series: Series, frame: Frame) -> str:
     stride = max(1, len(series.points) // _POINTS_DRAWN)
     path, pen = [], "M"
-    for x, y in series.points[::stride]:
+    measured = sum(math.isfinite(y) for _, y in series.points)
+    # A line through two measurements would say what nobody has seen.
+    for x, y in series.points[::stride] if measured >= _LEAST_OF_A_LINE else ():
         if not math.isfinite(y):
             pen = "M"
             continue
@@ -239,7 +186,7 @@ def _line(series: Series, frame: _Frame) -> str:
     shown = (
         f'<path class="line {series.color}{" faint" if series.faint else ""}" d="{"".join(path)}"/>'
     )
-    if series.dots:
+    if series.dots or measured < _LEAST_OF_A_LINE:
         shown += "".join(
             f'<circle class="dot {series.color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3">'
             f"<title>{escape(series.name)} at {number(x)}: {number(y)}</title></circle>"
@@ -250,33 +197,42 @@ def _line(series: Series, frame: _Frame) -> str:
     return shown
 
 
-def _axes(frame: _Frame) -> list[str]:
-    right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
+def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
+    """An invisible column around each x that says what was measured there, without a script."""
+    told: dict[float, list[str]] = {}
+    for one in series:
+        stride = max(1, len(one.points) // _POINTS_DRAWN)
+        for x, y in one.points[::stride]:
+            if math.isfinite(y):
+                told.setdefault(x, []).append(f"{one.name}: {number(y)}")
+    xs = sorted(told)
+    edges = [frame.x0, *((a + b) / 2 for a, b in pairwise(xs)), frame.x1]
+    height = frame.height - _TOP - _BOTTOM
+
+    def lines(x: float) -> str:
+        return "\n".join([f"RL step {number(x)}", *told[x]])
+
+    return [
+        f'<rect class="hover" fill="none" pointer-events="all" x="{frame.x(left):.1f}" y="{_TOP}" '
+        f'width="{max(frame.x(right) - frame.x(left), 0.5):.1f}" height="{height}">'
+        f"<title>{escape(lines(x))}</title></rect>"
+        for x, (left, right) in zip(xs, pairwise(edges), strict=True)
+    ]
+
+
+def _axes(frame: Frame) -> list[str]:
+    right, bottom = frame.width - RIGHT, frame.height - _BOTTOM
     parts = []
     for value in ticks(frame.y0, frame.y1):
         y = frame.y(value)
         parts.append(f'<path class="grid-line" d="M{frame.left} {y:.1f}H{right}"/>')
-        parts.append(_text(frame.left - 6, y + 3.5, number(value), "end"))
+        parts.append(text(frame.left - 6, y + 3.5, number(value), "end"))
     for value in ticks(frame.x0, frame.x1, 8):
         if value == int(value):
-            parts.append(_text(frame.x(value), bottom + 14, number(value), "middle"))
+            parts.append(text(frame.x(value), bottom + 14, number(value), "middle"))
     parts.append(f'<path class="axis" d="M{frame.left} {bottom}H{right}"/>')
-    parts.append(_text(right, frame.height - 4, "RL step", "end"))
+    parts.append(text(right, frame.height - 4, "RL step", "end"))
     return parts
-
-
-def _time_axis(frame: _Frame, bottom: int) -> list[str]:
-    right = frame.width - _RIGHT
-    parts = [f'<path class="axis" d="M{frame.left} {bottom}H{right}"/>']
-    for value in ticks(frame.x0, frame.x1, 10):
-        x = frame.x(value)
-        parts.append(f'<path class="grid-line" d="M{x:.1f} 4V{bottom}"/>')
-        parts.append(_text(x, bottom + 15, _seconds(value, frame.x1), "middle"))
-    return parts
-
-
-def _seconds(value: float, longest: float) -> str:
-    return f"{value * 1e3:.4g} ms" if longest < 1.5 else f"{value:.4g} s"
 
 
 def empty(words: str) -> str:
@@ -292,21 +248,16 @@ def legend(named: Sequence[tuple[str, str]]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def _svg(parts: Iterable[str], label: str, width: int, height: int, *, wide: bool = False) -> str:
+def svg(parts: Iterable[str], label: str, width: int, height: int, *, wide: bool = False) -> str:
+    """A drawing with a name for readers of screens."""
     kind = "chart wide" if wide else "chart"
     view = f"0 0 {width} {height}"
     head = f'<svg class="{kind}" viewBox="{view}" role="img" aria-label="{escape(label)}">'
     return head + "".join(parts) + "</svg>"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    """Words at a place."""
     return (
-        f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-    )
-
-
-def _rect(bar: Bar, x: float, y: float, width: float, height: float) -> str:
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return (
-        f'<rect class="fill {bar.color}" {size} rx="1.5"><title>{escape(bar.title)}</title></rect>'
+        f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
     )

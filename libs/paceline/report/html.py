@@ -1,16 +1,16 @@
-"""Renders report.html: one self-contained page about a run."""
+"""Renders the pages about a run: report.html, which loads nothing, and the live one's content."""
 
 from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from paceline.report.charts import duration, number
 from paceline.report.journal import RunHistory
 from paceline.report.sections import (
     chart_sections,
     counts_table,
+    figure,
     latency_table,
     slot_sections,
     trace_section,
@@ -23,8 +23,30 @@ _STYLE = Path(__file__).with_name("style.css")
 
 def render(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
     """The page; it loads nothing from anywhere."""
+    title = f"Paceline run {summary['run_id']}"
+    style = f"<style>{style_sheet()}</style>"
+    return document(title, style, f"<main>{content(summary, history, spans)}</main>")
+
+
+def style_sheet() -> str:
+    """Colours and layout of the pages."""
+    return _STYLE.read_text(encoding="utf-8")
+
+
+def document(title: str, head: str, body: str) -> str:
+    """A page; `head` and `body` are markup."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title>"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"{head}</head><body>{body}</body></html>"
+    )
+
+
+def content(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
+    """What there is to be seen of a run, as markup."""
     charts = "".join(
-        _card("card", title, note, drawing) for title, note, drawing in chart_sections(history)
+        card("card", title, note, drawing) for title, note, drawing in chart_sections(history)
     )
     wide = (
         (
@@ -40,15 +62,11 @@ def render(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
         ),
         ("Counts and provenance", "trajectories by fate, from Redis", counts_table(summary)),
     )
-    sections = "".join(_card("card wide-card", title, note, body) for title, note, body in wide)
+    sections = "".join(card("card wide-card", title, note, body) for title, note, body in wide)
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>Paceline run {escape(summary['run_id'])}</title>"
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{_STYLE.read_text(encoding='utf-8')}</style></head><body><main>"
         f'<h1>Run {escape(summary["run_id"])}</h1><p class="note">{escape(_subtitle(summary))}</p>'
         f'<div class="tiles">{_tiles(summary)}</div><div class="grid">{charts}</div>'
-        f"{sections}</main></body></html>"
+        f"{sections}"
     )
 
 
@@ -64,7 +82,7 @@ def _tiles(summary: Summary) -> str:
             _tile(_change(summary, "accuracy", 2), "held-out accuracy, start to end"),
             _tile(_change(summary, "reward", 2), "reward, first and last 10 steps"),
             _tile(_change(summary, "accept_len", 2), "acceptance length, fixed probe"),
-            _tile(_value(summary["tokens_per_s"], 0), "rollout tokens per second"),
+            _tile(figure(summary["tokens_per_s"], 0), "rollout tokens per second"),
             _tile(
                 duration(train),
                 f"of slot time trained the drafter; {duration(idle)} stayed idle",
@@ -83,18 +101,15 @@ def _tile(figure: str, words: str, *, bad: bool = False) -> str:
     return f'<div class="{kind}"><b>{figure}</b><span>{escape(words)}</span></div>'
 
 
-def _card(kind: str, title: str, note: str, body: str) -> str:
+def card(kind: str, title: str, note: str, body: str) -> str:
+    """A part of a page; `body` is markup."""
     head = f'<h2>{escape(title)}</h2><p class="note">{escape(note)}</p>'
     return f'<section class="{kind}">{head}{body}</section>'
 
 
 def _change(summary: Summary, name: str, digits: int) -> str:
     first, last = summary[f"{name}_first"], summary[f"{name}_last"]
-    return f"<small>{_value(first, digits)} →</small> {_value(last, digits)}"
-
-
-def _value(value: Any, digits: int) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+    return f"<small>{figure(first, digits)} →</small> {figure(last, digits)}"
 
 
 def _latency_note(spans: SpanReport) -> str:

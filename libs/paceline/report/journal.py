@@ -45,6 +45,8 @@ class RunHistory:
     away_s: float  # seconds in which no coordinator ran, before a resume, or the run was paused
     drafter_tokens: int  # tokens the drafter trained on
     phase: str  # of the last entry
+    # seconds from a lease of the drafter to its first micro-batch
+    first_steps_s: tuple[float, ...] = ()
     # of the drafter's gate, by kind of decision
     decisions: Mapping[str, int] = field(default_factory=dict)
 
@@ -92,8 +94,13 @@ def write_steps(path: Path, records: Iterable[StepRecord]) -> None:
     """Write the records of the finished steps, one JSON object a line, fields named as in
     coordinator.proto.
     """
-    plain = (MessageToDict(record, preserving_proto_field_name=True) for record in records)
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in plain))
+    lines = (json.dumps(step_object(record)) + "\n" for record in records)
+    write_whole(path, "".join(lines))
+
+
+def step_object(record: StepRecord) -> dict[str, Any]:
+    """A record as a JSON object."""
+    return MessageToDict(record, preserving_proto_field_name=True)
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -126,6 +133,7 @@ def read_history(path: Path) -> RunHistory:
         told.away_s,
         told.drafter_tokens,
         told.phase,
+        tuple(told.first_steps_s),
         dict(told.decisions),
     )
 
@@ -142,6 +150,7 @@ class _Told:
     away_s: float = 0.0
     drafter_tokens: int = 0
     phase: str = ""
+    first_steps_s: list[float] = field(default_factory=list)
     decisions: Counter[str] = field(default_factory=Counter)
     _counted: set[str] = field(default_factory=set)  # what may come twice, and has come
 
@@ -176,6 +185,9 @@ class _Told:
             return
         self._counted.add(told)
         if event == "Detached":
-            self.drafter_tokens += int(data.get("details", {}).get("tokens", 0))
+            details = data.get("details", {})
+            self.drafter_tokens += int(details.get("tokens", 0))
+            if seconds := float(details.get("first_step_s", 0.0)):  # 0 without a step
+                self.first_steps_s.append(seconds)
         else:
             self.decisions[str(data.get("decision", "promoted"))] += 1

@@ -4,7 +4,7 @@ went. A step that did not measure a figure leaves a gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.report.charts import Series, empty, line_chart, stacked_columns
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -32,12 +32,14 @@ _PARTS = {
 def mismatch_sections(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
     """(title, note, drawing) of the charts of the policy step."""
     gap = "|log-prob of the trainer - log-prob of the sampler|, nats: mean and largest"
-    split = "mean gap of the tokens of one lag, drafted or plain"
+    split = "mean gap of the tokens of one"
     shares = "effective sample size, clipped and masked tokens, as shares"
     spent = "seconds that the batch was waited for, and of each part of the step"
     return [
         ("Sampler against trainer", gap, _lines(records, MISMATCH[:2], "nats")),
-        ("Gap by kind of token", split, _split(records, "behavior_gap/")),
+        ("Gap by age", f"{split} lag", _split(records, "lag=")),
+        ("Gap by arm", f"{split} arm", _split(records, "arm=")),
+        ("Gap by numbers", f"{split} number format of the engine", _split(records, "numbers=")),
         ("Divergence of the sampler", "k3 estimate, nats", _lines(records, MISMATCH[2:3], "nats")),
         ("Weight of the tokens", shares, _lines(records, MISMATCH[3:], "share", y_min=0.0)),
         ("Where the policy step's time went", spent, _parts(records)),
@@ -47,20 +49,27 @@ def mismatch_sections(records: Sequence[StepRecord]) -> list[tuple[str, str, str
 def _lines(
     records: Sequence[StepRecord], names: Sequence[str], unit: str, y_min: float | None = None
 ) -> str:
+    return policy_chart(records, {name: name.replace("_", " ") for name in names}, unit, y_min)
+
+
+def policy_chart(
+    records: Sequence[StepRecord], labels: Mapping[str, str], unit: str, y_min: float | None = None
+) -> str:
+    """A line for each figure of the policy step, by its label."""
     series = [
         Series(
-            name.removeprefix("behavior_gap/").replace("_", " "),
-            [(float(one.step + 1), one.policy.get(name, NAN)) for one in records],
-            f"c{i}",
+            label, [(float(one.step + 1), one.policy.get(name, NAN)) for one in records], f"c{i}"
         )
-        for i, name in enumerate(names)
+        for i, (name, label) in enumerate(labels.items())
     ]
     return line_chart(series, y_label=unit, y_min=y_min)
 
 
-def _split(records: Sequence[StepRecord], prefix: str) -> str:
+def _split(records: Sequence[StepRecord], kind: str) -> str:
+    prefix = f"behavior_gap/{kind}"
     names = {name for one in records for name in one.policy if name.startswith(prefix)}
-    return _lines(records, sorted(names, key=lambda name: (len(name), name))[:_SPLITS], "nats")
+    shown = sorted(names, key=lambda name: (len(name), name))[:_SPLITS]
+    return policy_chart(records, {name: name.removeprefix(prefix) for name in shown}, "nats")
 
 
 def _parts(records: Sequence[StepRecord]) -> str:

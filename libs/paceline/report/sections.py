@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from paceline.report.charts import (
-    Bar,
     Series,
     duration,
     empty,
@@ -18,15 +17,15 @@ from paceline.report.charts import (
     number,
     running_mean,
     stacked_columns,
-    timeline,
-    waterfall,
 )
+from paceline.report.health import health_sections
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.mismatch import mismatch_sections
 from paceline.report.slots import SlotInterval
 from paceline.report.spans import Edge, SpanRecord
 from paceline.report.summary import Summary, ratio
-from paceline.streams.journal_line import SlotUse
+from paceline.report.timelines import Bar, timeline, waterfall
+from paceline.streams.journal_line import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 HOLDERS = {"engine": "c0", "policy": "c1", "drafter": "c2", "none": "c7"}
@@ -45,6 +44,15 @@ _SERVICE_COLORS = {
 NAN = float("nan")
 T = TypeVar("T")
 
+_IDLE = {
+    IdleCause.UNTRAINED: "no drafter was to be trained",
+    IdleCause.TRAINER_AWAY: "its trainer was away",
+    IdleCause.TRAINER_DONE: "it had learned what there was",
+    IdleCause.COMMIT: "a set was committed",
+    IdleCause.HAND_OVER: "all rollouts were done, the policy was next",
+    IdleCause.TOO_FEW: "too few workers were released",
+    IdleCause.LEASING: "they were about to be leased",
+}
 _SMOOTH = 10
 _ZOOM_STEPS = 3
 _WATERFALL_ROWS = 32
@@ -65,6 +73,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
         ("Where a step's time went", "wall seconds of each step", _step_time(records)),
         ("What the slots did", "slot-seconds of each step by use", _slot_uses(records)),
         ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
+        *health_sections(records),
         *mismatch_sections(records),
     ]
 
@@ -160,9 +169,12 @@ def counts_table(summary: Summary) -> str:
         ("policy versions served", summary["policy_versions"]),
         ("drafter versions served", summary["drafter_versions"]),
         ("drafter optimiser steps", summary["drafter_steps"]),
+        ("drafter's tokens per slot-second", figure(summary["drafter_tokens_per_slot_s"], 0)),
+        ("from a lease to its first step", _seconds(summary["drafter_first_step_s"])),
         ("gate decisions", _counted(summary["gate_decisions"])),
         ("samples with a near-tie draw", summary["near_ties"]),
         ("slot-seconds", _uses(summary)),
+        ("idle ones by cause", _idle(summary)),
         ("wait for a drafter-held slot", _percent(summary["preempt_wait_share"])),
         ("trace shown", summary["trace_id"]),
         ("processes", ", ".join(f"{name} {pid}" for name, pid in summary["pids"].items())),
@@ -183,6 +195,21 @@ def _uses(summary: Summary) -> str:
         return "not measured"
     shares = [f"{use} {seconds / wall_s:.1%}" for use, seconds in used.items()]
     return f"{', '.join(shares)}; together {sum(used.values()) / wall_s:.1%} of slots times wall"
+
+
+def _idle(summary: Summary) -> str:
+    """Why the drafter was not trained on slots that nobody used."""
+    causes = sorted(summary["idle_s"].items(), key=lambda one: -one[1])
+    return ", ".join(f"{_IDLE[cause]} {duration(s)}" for cause, s in causes if s) or "none"
+
+
+def figure(value: float | None, digits: int) -> str:
+    """A number, or a dash where it was not measured."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else duration(value)
 
 
 def _counted(counts: Mapping[str, int]) -> str:

@@ -13,7 +13,7 @@ from paceline.report.mismatch import MISMATCH
 from paceline.report.slots import slot_seconds
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
-from paceline.streams.journal_line import SlotUse
+from paceline.streams.journal_line import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
 
 Summary = dict[str, Any]
@@ -35,7 +35,7 @@ def summarize(
     records = history.records
     rollout_s = sum(record.rollout_s for record in records)
     step_s = sum(record.step_s for record in records)
-    drafter_steps = sum(record.drafter_steps for record in records)
+    held = slot_seconds(history.intervals, history.windows, history.slots)
     tail = records[-20:]
     trace_id = spans.trace[0].trace_id if spans.trace else (records[-1].trace_id if records else "")
     return {
@@ -57,12 +57,10 @@ def summarize(
         "policy_versions": len({served.policy for served in history.served}),
         "drafter_versions": len({served.drafter for served in history.served}),
         "gate_decisions": dict(history.decisions),
-        **slot_seconds(history.intervals, history.windows, history.slots),
-        "slot_s": {use.value: sum(record.slot_s[use] for record in records) for use in SlotUse},
+        **held,
+        **_uses_of_slots(records),
         "slots": history.slots,
-        "drafter_steps": drafter_steps,
-        "drafter_steps_per_rl_step": ratio(drafter_steps, len(records)),
-        "drafter_tokens": history.drafter_tokens,
+        **_drafter(history, held["drafter_train_slot_s"]),
         "preempt_wait_share": ratio(sum(record.preempt_wait_s for record in records), step_s),
         "trajectories_published": ledger.final,
         "trajectories_trained": ledger.trained,
@@ -146,3 +144,24 @@ def _hashes(config: Mapping[str, Any]) -> dict[str, str]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _drafter(history: RunHistory, held_s: float) -> Summary:
+    """What the drafter's training got out of its slots."""
+    steps = sum(record.drafter_steps for record in history.records)
+    first = sorted(history.first_steps_s)
+    return {
+        "drafter_steps": steps,
+        "drafter_steps_per_rl_step": ratio(steps, len(history.records)),
+        "drafter_tokens": history.drafter_tokens,
+        "drafter_tokens_per_slot_s": ratio(history.drafter_tokens, held_s),
+        "drafter_first_step_s": first[len(first) // 2] if first else None,
+    }
+
+
+def _uses_of_slots(records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+    """Slot-seconds by use, and idle ones by why they were not used."""
+    return {
+        "slot_s": {use.value: sum(one.slot_s[use] for one in records) for use in SlotUse},
+        "idle_s": {cause.value: sum(one.idle_s[cause] for one in records) for cause in IdleCause},
+    }

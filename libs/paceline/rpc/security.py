@@ -48,6 +48,15 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def names_loopback(host: str) -> bool:
+    """Whether the Host header of an HTTP request names this machine: another name that resolves to
+    loopback is the page of another site (DNS rebinding). A port may be left out.
+    """
+    if host.startswith("unix:"):
+        return False  # unix:80 is a machine called unix here, no socket of ours
+    return is_loopback(host if ":" in host.rpartition("]")[2] else f"{host}:0")
+
+
 def check_security(address: str, security: SecurityConfig) -> None:
     """Raises ConfigError for half a TLS setting, and for an address beyond loopback without token
     or mutual TLS.

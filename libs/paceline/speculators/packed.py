@@ -7,8 +7,9 @@ with the token after it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,12 @@ class PackedRow:
 
     def __len__(self) -> int:
         return len(self.next_tokens)
+
+    def pinned(self) -> PackedRow:
+        """The same in page-locked memory."""
+        held = ((one.name, getattr(self, one.name)) for one in fields(self))
+        pinned: dict[str, Any] = {n: t.pin_memory() for n, t in held if isinstance(t, Tensor)}
+        return replace(self, **pinned)
 
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
         """Where each position is `steps` tokens on: indices [T] (its own where there is none) and

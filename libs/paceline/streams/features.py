@@ -73,6 +73,8 @@ class FeatureBatch:
     versions: npt.NDArray[np.int64] = field(repr=False)  # [T] policy version that computed the row
     layers: str = "last"
     convention: str = "post_norm"  # the final norm has been applied
+    group_id: str = ""
+    temperature: float = 1.0
     traceparent: str = ""
     rejected: RejectedRows | None = None
 

@@ -16,7 +16,7 @@ from paceline.tagged_json import from_object, to_object
 from paceline.tensors import NamedTensor
 from paceline.trajectory import SpeculationStats
 
-SCHEMA_VERSION = "3"
+SCHEMA_VERSION = "4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ NUMBERS = TextForm(
     "JSON object of numbers",
     lambda numbers: json.dumps(dict(numbers), separators=(",", ":")),
     lambda text: {name: float(number) for name, number in dict(json.loads(text)).items()},
+)
+WAYS = TextForm(
+    "JSON list of pairs",
+    lambda ways: json.dumps(list(ways), separators=(",", ":")),
+    lambda text: [(str(arm), str(numbers)) for arm, numbers in json.loads(text)],
 )
 
 
@@ -158,6 +163,7 @@ TRAJECTORIES = EntryLayout(
         HeaderField("finish_reason", TEXT, "`stop` or `length`", "finish_reason"),
         HeaderField("policy_version", WHOLE, "newest policy version among the tokens"),
         HeaderField("speculation", COUNTERS, "counters of draft and acceptance", "speculation"),
+        HeaderField("ways", WAYS, "arm and number format of each way that tokens were drawn"),
         HeaderField("crc32", WHOLE, "CRC-32 of the payload"),
         _TRACE,
     ),
@@ -170,6 +176,7 @@ TRAJECTORIES = EntryLayout(
         PayloadTensor(
             "version_spans", "I64", ("N", "3"), "start, end and policy version of a span of tokens"
         ),
+        PayloadTensor("draw_spans", "I64", ("D", "3"), "start, end and number of its way"),
     ),
 )
 
@@ -181,6 +188,8 @@ FEATURES = EntryLayout(
         HeaderField("run", TEXT, "run", "run_id"),
         HeaderField("step", WHOLE, "RL step", "step"),
         HeaderField("session", TEXT, "session", "session_id"),
+        HeaderField("group", TEXT, "group of siblings", "group_id"),
+        HeaderField("temperature", NUMBER, "temperature of the draws", "temperature"),
         HeaderField("policy_version", WHOLE, "policy version of the last row", "policy_version"),
         HeaderField("lm_head_hash", TEXT, "hash of that version's lm_head", "lm_head_hash"),
         HeaderField("layers", TEXT, "layers of the target in a row", "layers"),

@@ -25,6 +25,18 @@ class SlotUse(StrEnum):
     IDLE = "idle"
 
 
+class IdleCause(StrEnum):
+    """Why nobody used a slot: the keys of a record's idle_s."""
+
+    UNTRAINED = "untrained"  # no drafter is trained, or not in this step
+    TRAINER_AWAY = "trainer_away"
+    TRAINER_DONE = "trainer_done"  # it has learned what there was and left
+    COMMIT = "commit"  # a released worker may be trying the set
+    HAND_OVER = "hand_over"  # all rollouts are done, the slots go to the policy
+    TOO_FEW = "too_few"  # fewer released workers than min_workers_for_training
+    LEASING = "leasing"  # about to be leased
+
+
 def pack_entry(entry: Mapping[str, Any]) -> bytes:
     """The line of an entry."""
     values = [entry[name] for name in FIELDS if name in entry]

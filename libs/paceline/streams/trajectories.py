@@ -5,7 +5,7 @@ header, the arrays in a safetensors payload.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -21,9 +21,9 @@ from paceline.tensors import (
     encode_safetensors,
     from_numpy,
 )
-from paceline.trajectory import BranchKey, Trajectory, VersionSpan
+from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
-_SPANS = "version_spans"
+_SPANS, _DRAWN = "version_spans", "draw_spans"
 
 
 def encode_trajectory(
@@ -33,6 +33,12 @@ def encode_trajectory(
     rows: dict[str, Any] = {one.name: getattr(trajectory, one.name) for one in TRAJECTORIES.payload}
     spans = [astuple(span) for span in trajectory.version_spans]
     rows[_SPANS] = np.reshape(spans, (len(spans), 3))
+    ways = list(dict.fromkeys((one.arm, one.number_format) for one in trajectory.draw_spans))
+    drawn = [
+        (one.start, one.end, ways.index((one.arm, one.number_format)))
+        for one in trajectory.draw_spans
+    ]
+    rows[_DRAWN] = np.reshape(drawn, (len(drawn), 3))
     payload = encode_safetensors(
         [
             from_numpy(one.name, np.asarray(rows[one.name], dtype=NUMPY_CODES[one.dtype]))
@@ -42,6 +48,7 @@ def encode_trajectory(
     header = TRAJECTORIES.write_header(
         trajectory,
         policy_version=max((span.policy_version for span in trajectory.version_spans), default=0),
+        ways=ways,
         crc32=zlib.crc32(payload),
         traceparent=traceparent or inject().get("traceparent", ""),
     )
@@ -57,8 +64,8 @@ def decode_trajectory(header: Mapping[str, str], payload: bytes) -> Trajectory:
                 "payload of a trajectory does not match its checksum", seen=zlib.crc32(payload)
             )
         key = BranchKey(**{one.name: values.pop(f"key.{one.name}") for one in fields(BranchKey)})
-        return Trajectory(key=key, **values | _arrays(payload))
-    except (ValueError, TypeError, OverflowError, RecursionError, InvalidInput) as error:
+        return Trajectory(key=key, **values | _arrays(payload, computed["ways"]))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, InvalidInput) as error:
         raise DataLoss("an entry does not decode as a trajectory", seen=repr(error)) from error
 
 
@@ -72,11 +79,13 @@ def trajectory_key(header: Mapping[str, str]) -> str:
         raise DataLoss("an entry does not name its branch", seen=sorted(header)) from error
 
 
-def _arrays(payload: bytes) -> dict[str, tuple[Any, ...]]:
+def _arrays(payload: bytes, ways: Sequence[tuple[str, str]]) -> dict[str, tuple[Any, ...]]:
     tensors = decode_safetensors(payload)
     arrays = {
         one.name: tuple(as_numpy(TRAJECTORIES.read_tensor(tensors, one.name)).tolist())
         for one in TRAJECTORIES.payload
     }
     arrays[_SPANS] = tuple(VersionSpan(*span) for span in arrays[_SPANS])
+    named = dict(enumerate(ways))  # a number below 0 names none
+    arrays[_DRAWN] = tuple(DrawSpan(start, end, *named[way]) for start, end, way in arrays[_DRAWN])
     return arrays

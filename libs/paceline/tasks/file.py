@@ -7,6 +7,7 @@ a filter leaves some out; what is read is not kept.
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,12 +34,17 @@ class TaskFile(Sequence[Task]):
         """
         self._rows = rows
         self._kept = array("Q") if keep is not None else None
-        digests = array("Q")
+        digests, content = array("Q"), hashlib.sha256()
         for index, record in enumerate(rows):
             task = task_of(rows.place(index), rows.number(index), record)
             digests.append(_digest(task.task_id))
-            if keep is not None and self._kept is not None and keep(task):
+            if keep is not None and not keep(task):
+                continue
+            content.update(json.dumps([task.task_id, task.prompt, task.answer]).encode())
+            if self._kept is not None:
                 self._kept.append(index)
+        self.digest = content.hexdigest()[:16]
+        """Of ids, prompts and answers, in their order."""
         if not digests:
             raise TaskFileError("a task file holds no task", seen=path, allowed="1 or more")
         self._check_distinct(digests)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from paceline.errors import InvalidInput
 
+MAX_SAMPLES = 65_536
+"""Tasks times samples of each in one RunTasks call, at most."""
+
 
 class TaskFileError(InvalidInput):
     """A task file that cannot be used: names the file, the line or row, what was seen and what is

@@ -241,16 +241,23 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def copy_on_cpu(tensor: Tensor, mesh: DeviceMesh | None, into: Tensor | None = None) -> Tensor:
-    """A copy that later steps leave alone; of a sharded tensor this rank's shard, over `mesh`.
+def copy_on_cpu(
+    tensor: Tensor,
+    mesh: DeviceMesh | None,
+    into: Tensor | None = None,
+    numbers: Callable[[Tensor], Tensor] = local_of,
+) -> Tensor:
+    """A plain copy that later steps leave alone; of a sharded tensor this rank's shard, over
+    `mesh`.
 
     `into`: an earlier copy that nobody reads any more. To have its memory from the system takes
-    longer than to copy.
+    longer than to copy. `numbers`: where those of the shard are (Offload.numbers).
     """
+    local = numbers(tensor).detach()
     if into is not None:
-        copy_local(tensor, into)
+        local_of(into).copy_(local)
         return into
-    return sharded_like(tensor, local_of(tensor).detach().to("cpu", copy=True), mesh)
+    return sharded_like(tensor, torch.empty(local.shape, dtype=local.dtype).copy_(local), mesh)
 
 
 def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -270,7 +277,9 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tens
 @torch.no_grad()
 def copy_local(source: Tensor, target: Tensor) -> None:
     """Writes this rank's shard of `source` over that of `target`, which is sharded alike."""
-    local_of(target).copy_(local_of(source))
+    target = local_of(target)
+    # To the device first: a quantised target computes with what it takes.
+    target.copy_(local_of(source).to(target.device))
 
 
 def _load(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch.optim import AdamW
 
 from paceline.config import OptimizerConfig
 from paceline.training.checkpoints import copy_local, copy_on_cpu
+from paceline.training.quantised_adamw import quantised_adamw
+from paceline.training.shards import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPS = 1e-8  # added to the root of the second moment: torch's, which nobody has had to change
@@ -25,23 +27,32 @@ class NamedAdamW:
     Its moments begin as zeros, so that its state has its shape before the first step.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: OptimizerConfig,
+        *,
+        moments: Literal["float32", "int8"] = "float32",
+    ) -> None:
+        """Raises ConfigError where moments in int8 lack torchao."""
         self.parameters = dict(parameters)
         self._config = config
-        self.adamw = AdamW(
-            self.parameters.values(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=_EPS,
-            weight_decay=config.weight_decay,
-            foreach=not config.fused,
-            fused=config.fused,
-        )
-        for parameter in self.parameters.values():
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        live = list(self.parameters.values())
+        settings: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": config.betas,
+            "eps": _EPS,
+            "weight_decay": config.weight_decay,
+        }
+        if moments == "int8":
+            self.adamw = quantised_adamw(live, settings, MOMENTS)
+            return
+        self.adamw = AdamW(live, **settings, foreach=not config.fused, fused=config.fused)
+        for parameter in live:
+            fresh = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
             # The fused kernel counts where it runs, the others on the CPU.
             place = parameter.device if config.fused else "cpu"
-            self.adamw.state[parameter] = {"step": torch.zeros((), device=place), **moments}
+            self.adamw.state[parameter] = {"step": torch.zeros((), device=place), **fresh}
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """Step and moments of one parameter, live."""
@@ -59,29 +70,34 @@ class NamedAdamW:
         if math.isfinite(norm):
             warm = min(1.0, number / max(self._config.warmup_steps, 1))
             for group in self.adamw.param_groups:
-                group["lr"] = self._config.lr * warm
+                rate = self._config.lr * warm
+                group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
             self.adamw.step()
         self.adamw.zero_grad()
         return norm
 
     def state(
-        self, mesh: DeviceMesh | None, into: Mapping[str, Any] | None = None
+        self,
+        mesh: DeviceMesh | None,
+        into: Mapping[str, Any] | None = None,
+        numbers: Callable[[Tensor], Tensor] = local_of,
     ) -> dict[str, Any]:
-        """Copies of this rank's shards on the CPU, over `mesh`: "model" and "optimizer" by
+        """Copies of this rank's shards in fp32 on the CPU, over `mesh`: "model" and "optimizer" by
         parameter.
 
-        `into`: an earlier state of these parameters, which is overwritten.
+        `into`: an earlier state of these parameters, which is overwritten. `numbers`: where those
+        of a shard are (Offload.numbers).
         """
         model: Mapping[str, Tensor] = into["model"] if into else {}
         optimizer: Mapping[str, Mapping[str, Tensor]] = into["optimizer"] if into else {}
         return {
             "model": {
-                name: copy_on_cpu(value, mesh, model.get(name))
+                name: copy_on_cpu(value, mesh, model.get(name), numbers)
                 for name, value in self.parameters.items()
             },
             "optimizer": {
                 name: {
-                    key: copy_on_cpu(value, mesh, optimizer.get(name, {}).get(key))
+                    key: copy_on_cpu(value, mesh, optimizer.get(name, {}).get(key), numbers)
                     for key, value in self.moments(name).items()
                 }
                 for name in self.parameters

@@ -9,13 +9,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class ActivateRequest(_message.Message):
     __slots__ = ("context", "slots", "deadline_s", "versions", "max_steps", "round_costs")
-    class RoundCostsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
@@ -27,8 +20,27 @@ class ActivateRequest(_message.Message):
     deadline_s: float
     versions: _trajectory_pb2.VersionSet
     max_steps: int
-    round_costs: _containers.ScalarMap[str, float]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ..., round_costs: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    round_costs: _containers.RepeatedCompositeFieldContainer[RoundCosts]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ..., round_costs: _Optional[_Iterable[_Union[RoundCosts, _Mapping]]] = ...) -> None: ...
+
+class RoundCosts(_message.Message):
+    __slots__ = ("batch_group", "share", "costs", "rival")
+    class CostsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    RIVAL_FIELD_NUMBER: _ClassVar[int]
+    batch_group: int
+    share: float
+    costs: _containers.ScalarMap[str, float]
+    rival: float
+    def __init__(self, batch_group: _Optional[int] = ..., share: _Optional[float] = ..., costs: _Optional[_Mapping[str, float]] = ..., rival: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("context", "slots")
@@ -134,7 +146,7 @@ class Contender(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., speedup: _Optional[float] = ..., optimizer_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., servable: _Optional[bool] = ...) -> None: ...
 
 class Detached(_message.Message):
-    __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped")
+    __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped", "first_step_s")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +162,7 @@ class Detached(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     reason: str
     steps: int
     micro_batches: int
@@ -158,7 +171,8 @@ class Detached(_message.Message):
     busy_s: float
     total_steps: int
     dropped: _containers.ScalarMap[str, int]
-    def __init__(self, reason: _Optional[str] = ..., steps: _Optional[int] = ..., micro_batches: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., busy_s: _Optional[float] = ..., total_steps: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    first_step_s: float
+    def __init__(self, reason: _Optional[str] = ..., steps: _Optional[int] = ..., micro_batches: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., busy_s: _Optional[float] = ..., total_steps: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., first_step_s: _Optional[float] = ...) -> None: ...
 
 class PreemptRequest(_message.Message):
     __slots__ = ("context",)

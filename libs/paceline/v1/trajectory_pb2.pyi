@@ -61,6 +61,18 @@ class VersionSpan(_message.Message):
     policy_version: int
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
+class DrawSpan(_message.Message):
+    __slots__ = ("start", "end", "arm", "number_format")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    arm: str
+    number_format: str
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., arm: _Optional[str] = ..., number_format: _Optional[str] = ...) -> None: ...
+
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema")
     class LogitBiasEntry(_message.Message):
@@ -152,7 +164,7 @@ class BranchKey(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count", "reward_parts")
+    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count", "reward_parts", "draw_spans")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +190,7 @@ class Trajectory(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     BRANCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    DRAW_SPANS_FIELD_NUMBER: _ClassVar[int]
     key: BranchKey
     step: int
     task_id: str
@@ -196,4 +209,5 @@ class Trajectory(_message.Message):
     speculation: SpeculationStats
     branch_count: int
     reward_parts: _containers.ScalarMap[str, float]
-    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    draw_spans: _containers.RepeatedCompositeFieldContainer[DrawSpan]
+    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., draw_spans: _Optional[_Iterable[_Union[DrawSpan, _Mapping]]] = ...) -> None: ...

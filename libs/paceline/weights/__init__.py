@@ -3,7 +3,7 @@
 Owns bytes, not models.
 """
 
-from paceline.weights.manifest import CONFIG, build_manifest
+from paceline.weights.manifest import ACCEPTANCE, CONFIG, build_manifest
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.reception import WeightHooks
@@ -12,6 +12,7 @@ from paceline.weights.servicer import WeightServicer
 from paceline.weights.spool import Spool
 
 __all__ = [
+    "ACCEPTANCE",
     "CONFIG",
     "SERVICE_NAME",
     "PushReport",

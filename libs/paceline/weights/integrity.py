@@ -17,14 +17,14 @@ from google.protobuf import json_format
 from paceline.errors import DataLoss, InvalidInput
 from paceline.tensors import safetensors_header
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.manifest import CONFIG, check_manifest, content_hash, layouts
+from paceline.weights.manifest import DOCUMENTS, check_manifest, content_hash, layouts
 
-TENSORS, MANIFEST, CONFIG_FILE = "model.safetensors", "manifest.json", "config.json"
+TENSORS, MANIFEST = "model.safetensors", "manifest.json"
 
 
 def header_of(manifest: Manifest, text: bytes, content: str) -> bytes:
     """The header of model.safetensors. `text`: manifest.json; `content`: hash of the stream."""
-    described = {key: value for key, value in manifest.metadata.items() if key != CONFIG}
+    described = {key: value for key, value in manifest.metadata.items() if key not in DOCUMENTS}
     bound = {"format": "pt", "content": content, "manifest": hashlib.sha256(text).hexdigest()}
     return safetensors_header(layouts(manifest), {**described, **bound})
 
@@ -54,7 +54,11 @@ def check_spooled(directory: Path) -> None:
         with path.open("rb") as file:
             header = file.read(max(path.stat().st_size - manifest.total_bytes, 0))
             content = content_hash(_checksums(file, manifest.chunk_bytes))
-        config = (directory / CONFIG_FILE).read_bytes() if CONFIG in manifest.metadata else b""
+        documents = {
+            key: (directory / name).read_bytes()
+            for key, name in DOCUMENTS.items()
+            if key in manifest.metadata
+        }
         text = (directory / MANIFEST).read_bytes()
     except OSError as error:
         raise DataLoss(f"{directory} cannot be read", seen=str(error)[:120]) from error
@@ -64,8 +68,9 @@ def check_spooled(directory: Path) -> None:
             seen=content,
             allowed=manifest.content_hash,
         )
-    if config != manifest.metadata.get(CONFIG, "").encode():
-        raise DataLoss(f"{directory / CONFIG_FILE} is damaged", seen="another text")
+    for key, found in documents.items():
+        if found != manifest.metadata[key].encode():
+            raise DataLoss(f"{directory / DOCUMENTS[key]} is damaged", seen="another text")
 
 
 def _checksums(file: BinaryIO, chunk_bytes: int) -> Iterator[int]:

@@ -18,11 +18,12 @@ from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, 
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
 """Word of each WeightTarget, used in messages and directory names."""
 
-CONFIG = "config"
-"""Key of a manifest's metadata: text of a config.json that lies beside the tensors, and says what
-they are.
+CONFIG, ACCEPTANCE = "config", "acceptance"
+DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json"}
+"""Keys of a manifest's metadata that hold the text of a JSON object, and the file beside the
+tensors that it becomes: what the tensors are, and what of a drafter's drafts is accepted.
 """
-MAX_CONFIG_BYTES = 64 << 10
+MAX_DOCUMENT_BYTES = 64 << 10
 
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 4 << 20
@@ -98,11 +99,12 @@ def content_hash(checksums: Iterator[int]) -> str:
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
     """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or
-    overlap, a config that is a JSON object of at most MAX_CONFIG_BYTES.
+    overlap, documents that are JSON objects of at most MAX_DOCUMENT_BYTES.
     """
     target_name(manifest.target)
-    if CONFIG in manifest.metadata:
-        _check_config(manifest.metadata[CONFIG])
+    for key in DOCUMENTS:
+        if key in manifest.metadata:
+            _check_document(key, manifest.metadata[key])
     if manifest.encoding != WEIGHT_ENCODING_FULL:
         seen = _encoding_name(manifest.encoding)
         raise InvalidInput(
@@ -156,21 +158,21 @@ def _check_tensors(manifest: Manifest) -> None:
         )
 
 
-def _check_config(text: str) -> None:
+def _check_document(key: str, text: str) -> None:
     size = len(text.encode())
-    if size > MAX_CONFIG_BYTES:
+    if size > MAX_DOCUMENT_BYTES:
         raise InvalidInput(
-            "config of a version is too long",
+            f"{key} of a version is too long",
             seen=f"{size} bytes",
-            allowed=f"{MAX_CONFIG_BYTES} bytes",
+            allowed=f"{MAX_DOCUMENT_BYTES} bytes",
         )
     try:
-        config = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput("config of a version is not JSON", seen=str(error)[:120]) from error
-    if not isinstance(config, dict):
+        raise InvalidInput(f"{key} of a version is not JSON", seen=str(error)[:120]) from error
+    if not isinstance(document, dict):
         raise InvalidInput(
-            "config of a version is no JSON object", seen=text[:120], allowed="an object"
+            f"{key} of a version is no JSON object", seen=text[:120], allowed="an object"
         )
 
 

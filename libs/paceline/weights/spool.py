@@ -23,7 +23,6 @@ from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.integrity import (
-    CONFIG_FILE,
     MANIFEST,
     TENSORS,
     check_spooled,
@@ -32,7 +31,7 @@ from paceline.weights.integrity import (
     read_manifest,
 )
 from paceline.weights.manifest import (
-    CONFIG,
+    DOCUMENTS,
     TARGET_NAMES,
     check_manifest,
     chunk_span,
@@ -215,8 +214,9 @@ class Spool:
         content = manifest.content_hash or hash_of(manifest, buffer)
         write_synced(temporary / TENSORS, header_of(manifest, text, content), buffer)
         write_synced(temporary / MANIFEST, text)
-        if CONFIG in manifest.metadata:
-            write_synced(temporary / CONFIG_FILE, manifest.metadata[CONFIG].encode())
+        for key, name in DOCUMENTS.items():
+            if key in manifest.metadata:
+                write_synced(temporary / name, manifest.metadata[key].encode())
         sync_path(temporary)
         temporary.rename(path)
         sync_path(self._directory)

@@ -23,6 +23,7 @@ from paceline.local.news import tell_supervisor
 from paceline.rpc import leased, responses, rpc_errors
 from paceline.streams.connection import REDIS_FULL
 from paceline.telemetry import get_logger
+from paceline.v1.drafter_pb2 import RoundCosts
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import DISK_FULL
 
@@ -64,7 +65,7 @@ class Calls:
     now: Callable[[], float]
     state: Callable[[], State]
     samples: dict[int, FinishedSamples] = field(default_factory=dict)  # of steps rolled out
-    round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
+    round_costs: list[RoundCosts] = field(default_factory=list)  # of the last rollouts
     absent: dict[Service, Absence] = field(default_factory=dict)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots change hands: the gateway hears of their leases in the order of epochs."""

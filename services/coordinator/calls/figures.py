@@ -11,10 +11,17 @@ from google.protobuf.message import Message
 
 from coordinator.journal.groups import FIGURE, group_figure
 from coordinator.machine.events import Figure
+from paceline.arm_names import OFF, speculator_of
+from paceline.report.solved import groups_solved, truncated_share
+from paceline.speculators.kinds import SPECULATORS
 from paceline.trajectory import NEAR_TIE_GAP
+from paceline.v1.drafter_pb2 import RoundCosts
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished
 from paceline.v1.trajectory_pb2 import SpeculationStats
+
+UNTRAINED = {"", *(name for name, kind in SPECULATORS.items() if not kind.trained)}
+"""Speculators without weights; empty: of arm "off"."""
 
 
 class FinishedSamples:
@@ -44,9 +51,11 @@ class FinishedSamples:
 
 
 def rollout_figures(
-    samples: Sequence[SampleFinished], finished: TasksFinished
+    samples: Sequence[SampleFinished], finished: TasksFinished, solved_above: float
 ) -> dict[str, Figure]:
-    """Everything that a step's record takes from its rollouts."""
+    """Everything that a step's record takes from its rollouts; a reward above the threshold solves
+    a task.
+    """
     rewards = [sample.reward.value for sample in samples if sample.HasField("reward")]
     lengths = sorted(sample.response_tokens for sample in samples)
     return {
@@ -61,6 +70,8 @@ def rollout_figures(
         "drafted_rounds": finished.speculation.drafted_rounds,
         "trained_rounds": finished.speculation.trained_rounds,
         "trained_round_tokens": finished.speculation.trained_round_tokens,
+        "truncated_share": truncated_share(samples),
+        "groups_solved": groups_solved(samples, solved_above),
         "near_ties": sum(sample.smallest_gap < NEAR_TIE_GAP for sample in samples),
         "tokens_hash": combined_hash(sample.tokens_hash for sample in samples),
         "length_quantiles": (
@@ -113,32 +124,42 @@ def quantile(ordered: Sequence[int], share: float) -> int:
     return ordered[max(0, min(len(ordered), -int(-len(ordered) * share // 1)) - 1)]
 
 
-def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
-    """Seconds per row of a round by arm, relative to arm "off" in the same batch-size group, groups
-    weighted by pulls.
+def round_costs(arms: Iterable[ArmStats]) -> list[RoundCosts]:
+    """What rounds have cost, by batch-size group.
 
-    A row's round takes its mean tokens by its tokens per second. Arms are left out where a group
-    lacks "off".
+    A row's round takes its mean tokens by its tokens per second. Groups without "off" are left
+    out: what they cost is relative to nothing.
     """
-    measured = [
-        arm
-        for arm in arms
-        if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0
-    ]
-    seconds = {
-        (arm.arm, arm.batch_group): arm.mean_accept_length / arm.mean_tokens_per_s
-        for arm in measured
+    groups: dict[int, dict[str, ArmStats]] = {}
+    for arm in arms:
+        if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0:
+            groups.setdefault(arm.batch_group, {})[arm.arm] = arm
+    known = {group: own for group, own in sorted(groups.items()) if OFF in own}
+    spent = {
+        group: group * sum(arm.pulls * _row_seconds(arm) for arm in own.values())
+        for group, own in known.items()
     }
-    summed: dict[str, float] = {}
-    weights: dict[str, int] = {}
-    for arm in measured:
-        plain = seconds.get(("off", arm.batch_group))
-        if plain is not None and arm.arm != "off":
-            cost = seconds[arm.arm, arm.batch_group] / plain
-            summed[arm.arm] = summed.get(arm.arm, 0.0) + cost * arm.pulls
-            weights[arm.arm] = weights.get(arm.arm, 0) + arm.pulls
+    return [
+        RoundCosts(
+            batch_group=group,
+            share=spent[group] / sum(spent.values()),
+            costs={
+                name: _row_seconds(arm) / _row_seconds(own[OFF])
+                for name, arm in sorted(own.items())
+                if name != OFF
+            },
+            rival=max(
+                arm.mean_tokens_per_s / own[OFF].mean_tokens_per_s
+                for name, arm in own.items()
+                if speculator_of(name) in UNTRAINED
+            ),
+        )
+        for group, own in known.items()
+    ]
 
-    return {arm: summed[arm] / weights[arm] for arm in sorted(summed)}
+
+def _row_seconds(arm: ArmStats) -> float:
+    return arm.mean_accept_length / arm.mean_tokens_per_s
 
 
 def pulls(arms: Iterable[ArmStats]) -> dict[str, float | int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
 from coordinator.calls.checkpoints import keep_if_best
@@ -14,7 +15,6 @@ from coordinator.calls.figures import (
     round_costs,
 )
 from coordinator.calls.slots import resume
-from coordinator.calls.solved import accuracy, pass_figures
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
 from coordinator.machine.events import PASSED, Event, Figure
@@ -30,6 +30,7 @@ from paceline.errors import (
     PacelineError,
 )
 from paceline.messages import versions_from_proto
+from paceline.report.solved import accuracy, pass_figures
 from paceline.rpc import rpc_errors
 from paceline.v1 import rollout_pb2
 
@@ -70,7 +71,8 @@ async def _settings(calls: Calls) -> RunSettings:
         status = await calls.peers.rollout.GetStatus(
             rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
         )
-    return calls.config.machine_settings(len(status.workers))
+    settings = calls.config.machine_settings(len(status.workers))
+    return replace(settings, tasks=calls.source.described)
 
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
@@ -86,7 +88,11 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
 
     deadline_s = calls.config.step_deadline_s
     request = calls.source.step_request(
-        command.step, command.epoch, command.round, tuple(bits(command.places))
+        command.step,
+        command.epoch,
+        command.round,
+        tuple(bits(command.places)),
+        capture=command.capture,
     )
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
@@ -108,7 +114,8 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
                     done = events.ShareDone(calls.now(), command.epoch, answer.worker_index)
                     calls.emit(done)
                 case "finished":
-                    figures = rollout_figures(samples.ordered, answer)
+                    above = calls.config.evaluation.solved_above
+                    figures = rollout_figures(samples.ordered, answer, above)
                     calls.samples.pop(command.step, None)
                     calls.round_costs = round_costs(answer.arms)
                     equal = sum(

@@ -6,15 +6,16 @@ restarted coordinator asks for the same again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.config import CoordinatorConfig
 from coordinator.machine.state import Evaluation
 from paceline.errors import ConfigError
+from paceline.messages import task_specs
 from paceline.plugins import import_filter
 from paceline.rpc import leased
-from paceline.tasks import Task, TaskCursor, open_tasks
+from paceline.tasks import Task, TaskCursor, TaskFile, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
@@ -31,7 +32,7 @@ class Stage:
     """The tasks from one step on."""
 
     from_step: int
-    tasks: Sequence[Task]
+    tasks: TaskFile | None  # None: agents bring theirs
     heldout: Sequence[Task]
 
 
@@ -44,11 +45,20 @@ class TaskSource:
         """
         self._config = config
         later = config.later
-        tasks: Sequence[Task] = [] if config.open_traffic else _enough(config, config.tasks_path)
+        tasks = None if config.open_traffic else _enough(config, config.tasks_path)
         self._stages = [Stage(0, tasks, _tasks(config.heldout_path))]
         if later.from_step:
             heldout = _tasks(later.heldout_path) or self._stages[0].heldout
             self._stages.append(Stage(later.from_step, _enough(config, later.tasks_path), heldout))
+
+    @property
+    def described(self) -> str:
+        """How many training tasks there are, and a hash of them; empty in open traffic."""
+        return "; ".join(
+            f"{len(stage.tasks)} tasks of hash {stage.tasks.digest}"
+            for stage in self._stages
+            if stage.tasks
+        )
 
     @property
     def samples_per_step(self) -> int:
@@ -60,7 +70,13 @@ class TaskSource:
         )
 
     def step_request(
-        self, step: int, epoch: int, round_number: int = 0, places: Sequence[int] = ()
+        self,
+        step: int,
+        epoch: int,
+        round_number: int = 0,
+        places: Sequence[int] = (),
+        *,
+        capture: bool = True,
     ) -> RunTasksRequest:
         """The training tasks of one step; in open traffic none, but the number of groups it
         takes. In a later round of dynamic sampling: other tasks for the groups at these places.
@@ -78,8 +94,14 @@ class TaskSource:
             run_seed=config.run.seed,
             environment=config.environment,
             reward=config.reward,
-            capture=config.drafter_enabled,
+            capture=capture,
         )
+
+    def _cursor(self, step: int, per_step: int, seed: int) -> TaskCursor:
+        """At the first task of a step, of which each draws so many."""
+        stage = self._stage(step)
+        assert stage.tasks is not None
+        return TaskCursor(stage.tasks, seed, (step - stage.from_step) * per_step)
 
     def _stage(self, step: int) -> Stage:
         return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
@@ -87,29 +109,26 @@ class TaskSource:
     def _step_tasks(self, step: int, round_number: int, places: Sequence[int]) -> list[TaskSpec]:
         drawn = self._draw(step)
         if not round_number:
-            return _specs(enumerate(drawn), f"s{step}")
+            return task_specs(enumerate(drawn), f"s{step}")
         others = self._draw_others(step, {task.task_id for task in drawn})
         begin = (round_number - 1) * len(drawn)
         chosen = [(place, others[begin + place]) for place in places]
-        return _specs(chosen, f"s{step}.r{round_number}")
+        return task_specs(chosen, f"s{step}.r{round_number}")
 
     def _draw(self, step: int) -> list[Task]:
         """Distinct tasks: where a step spans two epochs, one drawn already gives way to the
         next.
         """
-        count, stage = self._config.prompts_per_step, self._stage(step)
-        cursor = TaskCursor(stage.tasks, self._config.run.seed, (step - stage.from_step) * count)
-        return _distinct(cursor, count, set())
+        count = self._config.prompts_per_step
+        return _distinct(self._cursor(step, count, self._config.run.seed), count, set())
 
     def _draw_others(self, step: int, drawn: set[str]) -> list[Task]:
         """A task for each place in each round, none of which the step has otherwise. They come in
         an order of their own, so that the steps' tasks do not depend on how many were drawn.
         """
-        config, stage = self._config, self._stage(step)
+        config = self._config
         count = config.prompts_per_step * config.dynamic_sampling_rounds
-        position = (step - stage.from_step) * count
-        cursor = TaskCursor(stage.tasks, config.run.seed + OTHERS_SEED, position)
-        return _distinct(cursor, count, drawn)
+        return _distinct(self._cursor(step, count, config.run.seed + OTHERS_SEED), count, drawn)
 
     def evaluation_request(
         self, kind: Evaluation, finished_steps: int, epoch: int
@@ -125,7 +144,7 @@ class TaskSource:
         return RunTasksRequest(
             context=leased(config.security, config.run.id, 0, epoch),
             purpose=PURPOSE_EVAL,
-            tasks=_specs(enumerate(tasks), f"{kind.value}-{finished_steps}-{epoch}"),
+            tasks=task_specs(enumerate(tasks), f"{kind.value}-{finished_steps}-{epoch}"),
             samples_per_task=1 if probe else evaluation.samples,
             sampling=self._evaluation_sampling(probe=probe),
             run_seed=EVALUATION_SEED,
@@ -150,7 +169,7 @@ def _tasks(path: str) -> Sequence[Task]:
     return open_tasks(path) if path else []
 
 
-def _enough(config: CoordinatorConfig, path: str) -> Sequence[Task]:
+def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     """The training tasks of a file. Raises ConfigError when a step needs more."""
     own = config.task_filter
     tasks = open_tasks(path, import_filter(own, "task filter") if own else None)
@@ -176,18 +195,3 @@ def _distinct(cursor: TaskCursor, count: int, without: set[str]) -> list[Task]:
         if task.task_id not in without:
             drawn.setdefault(task.task_id, task)
     return list(drawn.values())
-
-
-def _specs(tasks: Iterable[tuple[int, Task]], group: str) -> list[TaskSpec]:
-    """Tasks by their places."""
-    return [
-        TaskSpec(
-            task_id=task.task_id,
-            prompt=task.prompt,
-            answer=task.answer,
-            group_id=f"{group}.t{index}",
-            task_index=index,
-            metadata=task.metadata,
-        )
-        for index, task in tasks
-    ]

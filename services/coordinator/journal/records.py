@@ -79,7 +79,14 @@ class StepRecords:
         """Takes one transition in; returns the record that it closed or amended."""
         self._account.observe(before, event, after)
         self._count_drafter_slots(before, event, after)
-        self._note_preemption(before, event, after)
+        self._note_waits(before, event, after)
+        told = self._take(before, event, after)
+        takes = {Phase.PREEMPT, Phase.POLICY}
+        if after.learner.phase in takes and before.learner.phase not in takes:
+            self._taken_s = event.at_s  # at a commit too, where the next batch is there
+        return told
+
+    def _take(self, before: State, event: Event, after: State) -> StepRecord | None:
         match event:
             case events.StepBegan() if after.rollouts.step > before.rollouts.step:
                 self._begin(event, before)
@@ -145,6 +152,10 @@ class StepRecords:
             record.reward_mean = _number(details, "reward_mean")
             parts = details.get("reward_parts")
             record.reward_parts.update(parts if isinstance(parts, Mapping) else {})
+            record.truncated_share = _number(details, "truncated_share")
+            solved = details.get("groups_solved")
+            if isinstance(solved, Mapping):
+                record.groups_solved.update({who: int(count) for who, count in solved.items()})
             record.tokens_hash = str(details.get("tokens_hash", ""))
             lengths = details.get("length_quantiles")
             record.response_length_quantiles.extend(
@@ -195,6 +206,7 @@ class StepRecords:
         record.finished_at_s = self._closed_s = event.at_s
         for use, seconds in self._account.seconds().items():
             record.slot_s[use] = seconds
+        record.idle_s.update(self._account.idle())
         self._account.open()
         self.finished.append(record)
         return record
@@ -206,10 +218,8 @@ class StepRecords:
         if now is not None and (was is None or now.epoch != was.epoch):
             self._drafter_since = event.at_s
 
-    def _note_preemption(self, before: State, event: Event, after: State) -> None:
+    def _note_waits(self, before: State, event: Event, after: State) -> None:
         was, now = before.learner.phase, after.learner.phase
-        if was is Phase.IDLE and now is not Phase.IDLE:
-            self._taken_s = event.at_s
         if was is Phase.PREEMPT and now is Phase.POLICY:
             self._of(before).preempt_wait_s += event.at_s - self._taken_s
         if now is Phase.DRAFTER and was is not Phase.DRAFTER:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from coordinator.machine.drafter import wanted
 from coordinator.machine.events import Event, WorkersReleased
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Phase, State
-from paceline.streams.journal_line import SlotUse
+from coordinator.machine.slots import Holder, WorkerState
+from coordinator.machine.state import Phase, Service, State
+from paceline.streams.journal_line import IdleCause, SlotUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Account:
     last_s: float = 0.0
     released: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    idle: Mapping[str, float] = field(default_factory=dict)
 
 
 class SlotAccount:
@@ -29,20 +31,24 @@ class SlotAccount:
         # epoch of the policy's lease for which workers have given their memory back
         self._released = account.released
         self._seconds = {use: account.seconds.get(use, 0.0) for use in SlotUse}
+        self._idle = {cause: account.idle.get(cause, 0.0) for cause in IdleCause}
 
     def kept(self) -> Account:
         """What `__init__` takes."""
-        return Account(self._last_s, self._released, self.seconds())
+        return Account(self._last_s, self._released, self.seconds(), self.idle())
 
     def open(self) -> None:
         """A step begins: nothing is counted yet."""
         self._seconds = dict.fromkeys(SlotUse, 0.0)
+        self._idle = dict.fromkeys(IdleCause, 0.0)
 
     def observe(self, before: State, event: Event, after: State) -> None:
         """Takes one transition in: until now the slots were what they were before it."""
         elapsed_s = event.at_s - self._last_s
-        for use, slots in self._uses(before).items():
+        uses = self._uses(before)
+        for use, slots in uses.items():
             self._seconds[use] += slots * elapsed_s
+        self._idle[_idle_cause(before)] += uses[SlotUse.IDLE] * elapsed_s
         self._last_s = event.at_s
         if isinstance(event, WorkersReleased) and event.holder is Holder.POLICY:
             self._released = max(self._released, event.epoch)
@@ -50,6 +56,10 @@ class SlotAccount:
     def seconds(self) -> dict[str, float]:
         """By use, all of them."""
         return {use.value: seconds for use, seconds in self._seconds.items()}
+
+    def idle(self) -> dict[str, float]:
+        """Idle ones by cause, where there were any."""
+        return {cause.value: seconds for cause, seconds in self._idle.items() if seconds}
 
     def _uses(self, state: State) -> dict[SlotUse, int]:
         """How many slots are used for what."""
@@ -75,3 +85,21 @@ def _free_while_pushing(state: State) -> int:
     if not state.settings.colocated:
         return state.settings.learner_slots - state.slots.counted(Holder.POLICY)
     return 0 if state.rollouts.phase is Phase.ROLLOUT else state.slots.counted(Holder.NONE)
+
+
+def _idle_cause(state: State) -> IdleCause:
+    """Why the drafter is not trained on slots that nobody holds."""
+    settings, workers = state.settings, state.workers
+    if state.committing is not None:
+        return IdleCause.COMMIT
+    if not wanted(state):
+        return IdleCause.UNTRAINED
+    if state.drafter_benched or Service.DRAFTER_TRAINER in state.lost:
+        return IdleCause.TRAINER_AWAY
+    if workers.counted(WorkerState.COMPLETED):
+        return IdleCause.TRAINER_DONE
+    if not workers.counted(WorkerState.GENERATING) and settings.colocated:
+        return IdleCause.HAND_OVER
+    if workers.counted(WorkerState.RELEASED) < settings.min_workers_for_training:
+        return IdleCause.TOO_FEW
+    return IdleCause.LEASING

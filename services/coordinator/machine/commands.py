@@ -41,6 +41,7 @@ class RunTasks(StepCommand):
     versions: VersionSet
     round: int = 0  # as of DrawnStep
     places: int = 0
+    capture: bool = True  # rows for the drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from coordinator.machine.choice import due_drafter
 from coordinator.machine.commands import AbortDrafter, CloseStep, Commit
 from coordinator.machine.decision import Decision
+from coordinator.machine.drafter import preempt
 from coordinator.machine.events import CommitFailed, Committed
 from coordinator.machine.losses import train_again
 from coordinator.machine.moves import move_workers
@@ -21,7 +22,7 @@ from paceline.trajectory import VersionSet
 def serve(state: State) -> Decision:
     """Commits the set that has no answer yet, else the next one, under a new epoch so that whoever
     is late is refused. Waits for rollouts that may have one version only, and for a worker that can
-    try the set.
+    try the set. A drafter that trains where the next rollouts begin leaves meanwhile.
     """
     if not may_commit(state) or (state.committing is None and not can_judge(state)):
         return Decision(state)
@@ -29,7 +30,9 @@ def serve(state: State) -> Decision:
     state = replace(state, epoch=epoch, committing=versions, seq=versions.seq)
     state = with_learner(state, epoch=epoch)
     leased = tuple(state.workers.where(WorkerState.TRAINING))
-    return Decision(state, (Commit(state.step, epoch, versions, leased),))
+    commit = Commit(state.step, epoch, versions, leased)
+    left = preempt(state) if state.settings.takes_turns else Decision(state)
+    return Decision(left.state, (commit, *left.commands))
 
 
 def committed(state: State, event: Committed) -> Decision:

@@ -9,22 +9,28 @@ from coordinator.machine import events
 from coordinator.machine.commands import AbortDrafter, ActivateDrafter, JoinDrafter, PreemptDrafter
 from coordinator.machine.decision import Decision, refused
 from coordinator.machine.moves import free_slots, lease_slots, move_workers, worker_slots
+from coordinator.machine.schedule import trains_during_push
 from coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
 from coordinator.machine.state import OPTIONAL, Phase, Service, State
+
+FROZEN = "frozen"
+"""Reason of a Detached whose trainer gains nothing now."""
 
 
 def lease_released(state: State) -> Decision | None:
     """Leases released slots to the drafter while others still compute: workers, or a policy that
-    has slots of its own; once it trains on the slots of its lease, more join them. While a set is
-    committed none are: a released worker may be trying it.
+    has slots of its own; or while the policy's weights are on their way. Once it trains on the
+    slots of its lease, more join them. While a set is committed none are: a released worker may be
+    trying it.
     """
     settings, workers = state.settings, state.workers
     policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
+    while_pushing = trains_during_push(state)
     if (
         settings.serial_drafter
         or state.committing is not None
         or state.lost - OPTIONAL  # then the tasks run again, on all workers
-        or not (workers.counted(WorkerState.GENERATING) or policy_apart)
+        or not (workers.counted(WorkerState.GENERATING) or policy_apart or while_pushing)
     ):
         return None
     if state.lease is not None:
@@ -104,7 +110,10 @@ def preempted(state: State, event: events.Preempted) -> Decision:
 
 
 def detached(state: State, event: events.Detached) -> Decision:
-    """Ends the lease, whether the drafter was done or preempted."""
+    """Ends the lease, whether the drafter was done or preempted; one that is frozen rests."""
+    if event.reason == FROZEN:
+        rest = state.step + state.settings.frozen_interval_steps
+        state = replace(state, drafter_rests_until=rest)
     return end_lease(state, Cause.PREEMPTED if event.reason == "preempted" else Cause.DRAFTER_DONE)
 
 
@@ -133,15 +142,23 @@ def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
     return Decision(replace(state, rollback=True))
 
 
-def _due(state: State) -> bool:
-    """Whether this is one of the drafter's steps, in a run that is not to rest, and its trainer is
-    there and holds nothing.
+def captured(state: State, step: int) -> bool:
+    """Whether rollouts of a step give rows to the drafter: it is trained, and not frozen until
+    later.
     """
-    settings = state.settings
+    return state.settings.drafter_enabled and step >= state.drafter_rests_until
+
+
+def wanted(state: State) -> bool:
+    """Whether this is one of the drafter's steps, in a run that is not to rest."""
+    due = state.step % state.settings.training_interval_steps == 0
+    return captured(state, state.step) and not state.paused and due
+
+
+def _due(state: State) -> bool:
+    """Whether the drafter is to train now: its trainer is there and holds nothing."""
     return (
-        settings.drafter_enabled
-        and not state.paused
-        and state.step % settings.training_interval_steps == 0
+        wanted(state)
         and state.lease is None
         and not state.drafter_benched
         and Service.DRAFTER_TRAINER not in state.lost

@@ -7,8 +7,9 @@ from dataclasses import replace
 from coordinator.machine.commands import TrainPolicy
 from coordinator.machine.decision import Decision
 from coordinator.machine.events import PolicyPrepared, PolicyStepped
-from coordinator.machine.moves import free_slots, held_by, lease_slots
-from coordinator.machine.slots import Holder
+from coordinator.machine.moves import free_slots, held_by, lease_slots, move_workers
+from coordinator.machine.schedule import trains_during_push
+from coordinator.machine.slots import Cause, Holder, WorkerState
 from coordinator.machine.state import MachineError, Phase, State, with_learner
 
 
@@ -28,8 +29,12 @@ def train(state: State) -> Decision:
 
 
 def stepped(state: State, event: PolicyStepped) -> Decision:
-    """Frees the slots: the push needs none."""
-    return Decision(_released(state, event))
+    """Frees the slots, which the push does not need: the drafter may get them for as long."""
+    state = _released(state, event)
+    if trains_during_push(state):
+        trained = list(state.workers.where(WorkerState.COMPLETED))
+        state = move_workers(state, trained, Cause.POLICY_STEPPED)
+    return Decision(state)
 
 
 def prepared(state: State, event: PolicyPrepared) -> Decision:

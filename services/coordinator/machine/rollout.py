@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from coordinator.machine.commands import Command, ResumeWorkers, RunTasks
 from coordinator.machine.decision import Decision
+from coordinator.machine.drafter import captured
 from coordinator.machine.events import (
     GroupClosed,
     SetDamaged,
@@ -51,7 +52,14 @@ def generate(state: State) -> Decision:
     state = lease_slots(state, free, Holder.ENGINE)
     epochs = {draw.step: state.epoch + number for number, draw in enumerate(waiting)}
     commands: list[Command] = [
-        RunTasks(draw.step, epochs[draw.step], state.versions, draw.round, draw.places)
+        RunTasks(
+            draw.step,
+            epochs[draw.step],
+            state.versions,
+            draw.round,
+            draw.places,
+            capture=captured(state, draw.step),
+        )
         for draw in waiting
     ]
     if suspended and goes_on:

@@ -130,6 +130,15 @@ def may_commit(state: State) -> bool:
     return alone or rollouts.damaged or state.settings.schedule is Schedule.FULLY_ASYNC
 
 
+def trains_during_push(state: State) -> bool:
+    """Whether the drafter may have the slots that the policy has left, while its weights are on
+    their way: where tracks take turns nobody else wants them until the set is committed.
+    """
+    settings = state.settings
+    pushes = state.learner.phase is Phase.POLICY and not state.slots.counted(Holder.POLICY)
+    return settings.train_during_push and settings.takes_turns and pushes
+
+
 def can_judge(state: State) -> bool:
     """Whether a worker may try the next set before the others: where there are two or more, one of
     them that the drafter does not have.

@@ -39,6 +39,7 @@ KEPT = {
     "groups_per_step": "coordinator.prompts_per_step",
     "samples_per_group": "coordinator.samples_per_task",
     "dynamic_sampling_rounds": "coordinator.dynamic_sampling_rounds",
+    "tasks": "coordinator.tasks_path",
 }
 """What a run keeps from its begin to its end, since its state is counted in it: field of
 RunSettings, and the setting that it comes from.
@@ -56,6 +57,8 @@ class RunSettings:
     min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
+    frozen_interval_steps: int = 1  # RL steps from one look at a frozen drafter to the next
+    train_during_push: bool = False  # the drafter, on slots that the policy has left
     serial_drafter: bool = False  # train between policy step and commit, not in bubbles
     activation_deadline_s: float = 30.0
     preempt_deadline_s: float = 2.0
@@ -72,6 +75,7 @@ class RunSettings:
     samples_per_group: int = 1  # asked for
     max_groups_in_flight: int = 0  # 0: no limit but that of max_policy_lag
     dynamic_sampling_rounds: int = 0  # of other tasks for groups of equal rewards; 0: keep them
+    tasks: str = ""  # how many the steps draw from, and a hash of them; empty: agents bring theirs
 
     @property
     def engine_slots(self) -> int:
@@ -87,6 +91,11 @@ class RunSettings:
     def colocated(self) -> bool:
         """Whether the policy trains on the workers' slots."""
         return self.placement is Placement.COLOCATED
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is rolled out from a batch to the commit of what it has taught."""
+        return self.colocated and self.schedule is Schedule.SYNC
 
     @property
     def policy_slots(self) -> range:

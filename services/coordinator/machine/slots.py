@@ -40,6 +40,7 @@ class Cause(StrEnum):
     LEASE_GRANTED = "LeaseGranted"
     DRAFTER_DONE = "DrafterDone"
     PREEMPTED = "Preempted"
+    POLICY_STEPPED = "PolicyStepped"
     COMMITTED = "Committed"
 
 
@@ -54,6 +55,7 @@ WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
     (WorkerState.TRAINING, Cause.DRAFTER_DONE): WorkerState.COMPLETED,
     (WorkerState.TRAINING, Cause.PREEMPTED): WorkerState.COMPLETED,
     (WorkerState.COMPLETED, Cause.STEP_BEGAN): WorkerState.GENERATING,
+    (WorkerState.COMPLETED, Cause.POLICY_STEPPED): WorkerState.RELEASED,
     (WorkerState.COMPLETED, Cause.COMMITTED): WorkerState.RELEASED,
 }
 

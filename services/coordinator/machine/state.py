@@ -159,6 +159,7 @@ class State:
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
     paused: bool = False  # an operator wants no step to begin
     drafter_benched: bool = False  # it has failed: no lease before the next share
+    drafter_rests_until: int = 0  # a step; its training was frozen
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()
     failure: str = ""

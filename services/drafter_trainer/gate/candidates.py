@@ -66,7 +66,7 @@ class Candidates:
         """Keeps the best of a kind that no engine here serves, as `speculator-<kind>` beside the
         directory.
 
-        `rank`: policy version and length on its held-out rows; lengths on rows of different
+        `rank`: policy version and length on its fresh rows; lengths on rows of different
         policies do not compare, so the newer policy's counts more.
         """
         if rank >= self._best.get(net.kind.name, (-1, 0.0)):

@@ -1,33 +1,47 @@
-"""Compares a candidate with the serving drafter: lengths, projected speed-ups, and their noise.
+"""Compares a candidate with the serving drafter: lengths, projected speeds, and their noise.
 
 Survival at draft i is the probability that drafts 1 .. i are all accepted; E[len] = 1 + sum of
-survivals counts the bonus token. The projected speed-up is E[len] up to k drafts over the cost of
-such a round, best k.
+survivals counts the bonus token. A drafter's speed in rounds of one batch size is E[len] up to k
+drafts over the cost of such a round, best k; what the engine gets of it is at least the speed of
+the best arm that is not trained, off or n-grams, which the bandit takes where the drafter is
+slower. The projected speed-up is the mean of that over batch sizes, by the seconds that rounds of
+each have taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from drafter_trainer.config import GateConfig
+from drafter_trainer.messages import RoundCosts
 from paceline.arm_names import read_arm
 
 Floats = npt.NDArray[np.float64]
 RESAMPLES = 200  # of the bootstrap: they know the standard deviation to 5 %
+EARLY = 1.5  # noises that a difference has to have to be decided before all positions are measured
+
+
+@dataclass(frozen=True, slots=True)
+class SizeGroup:
+    """Rounds of one batch size, as one kind of drafter meets them."""
+
+    share: float  # of the seconds of all rounds
+    costs: Mapping[int, float]  # drafts -> cost of a round with them, relative to one without
+    rival: float = 1.0  # speed of the best arm that is not trained, plain decoding being 1
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One drafter at N held-out positions."""
+    """One drafter at N judged positions."""
 
     kind: str  # name of the speculator
     accepted: Floats  # [N, K] estimates of survival at draft 1 .. K
-    costs: Mapping[int, float]  # drafts -> cost of a round with them, relative to a round without
+    size_groups: Sequence[SizeGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +61,23 @@ class Judgement:
     serving_noise: float  # of the serving drafter's length by itself
     survival: tuple[float, ...]  # of the candidate, by draft
     serving_survival: tuple[float, ...]
-    same_kind: bool
+    # share of a drafter's own speed, whatever else the engine could do, that the candidate adds
+    gain: float
 
     @property
     def better(self) -> bool:
-        """Better by more than the noise: in length within a kind, where costs are equal, else in
-        speed-up.
+        """Faster by more than the noise. One that is slower than an arm that is not trained makes
+        nothing faster.
         """
-        if self.same_kind:
-            return self.candidate - self.serving > self.noise
         return self.candidate_speedup - self.serving_speedup > self.speedup_noise
 
     @property
-    def gain(self) -> float:
-        """Share of speed that serving the candidate would add."""
-        return self.candidate_speedup / self.serving_speedup - 1
-
-
-def conditional(survival: tuple[float, ...]) -> tuple[float, ...]:
-    """Acceptance of draft i where all before it were accepted; 0 where that never happened."""
-    before = (1.0, *survival[:-1])
-    return tuple(
-        now / earlier if earlier > 0 else 0.0 for now, earlier in zip(survival, before, strict=True)
-    )
+    def decided(self) -> bool:
+        """Whether more positions would hardly change what is better: the noise is far smaller than
+        the difference.
+        """
+        difference = abs(self.candidate_speedup - self.serving_speedup)
+        return difference > EARLY * self.speedup_noise > 0
 
 
 def judge(
@@ -98,8 +106,12 @@ def judge(
 
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
     speedups = [
-        speedup(resampled, one.costs)
+        speedup(resampled, one.size_groups)
         for resampled, one in zip(drawn, (candidate, serving), strict=True)
+    ]
+    own = [
+        float(own_speed(mean, one.size_groups))
+        for mean, one in zip(survival, (candidate, serving), strict=True)
     ]
     several = len(sizes) > 1
     return Judgement(
@@ -107,23 +119,33 @@ def judge(
         serving=1.0 + float(survival[1].sum()),
         noise=_half_width(lengths[0] - lengths[1], several),
         positions=len(candidate.accepted),
-        candidate_speedup=float(speedup(survival[0], candidate.costs)),
-        serving_speedup=float(speedup(survival[1], serving.costs)),
+        candidate_speedup=float(speedup(survival[0], candidate.size_groups)),
+        serving_speedup=float(speedup(survival[1], serving.size_groups)),
         speedup_noise=_half_width(speedups[0] - speedups[1], several),
         serving_noise=_half_width(lengths[1], several),
         survival=tuple(survival[0].tolist()),
         serving_survival=tuple(survival[1].tolist()),
-        same_kind=candidate.kind == serving.kind,
+        gain=own[0] / own[1] - 1,
     )
 
 
-def speedup(survival: Floats, costs: Mapping[int, float]) -> Floats:
-    """[..., K] survival -> [...] tokens per cost of the best number of drafts, plain decoding being
-    1.
-    """
+def speedup(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:
+    """[..., K] survival -> [...] speed that the engine gets, plain decoding being 1."""
+    parts = [one.share * np.maximum(_speed(survival, one), one.rival) for one in size_groups]
+    whole: Floats = np.sum(parts, axis=0)
+    return whole
+
+
+def own_speed(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:
+    """The same of the drafter alone."""
+    whole: Floats = np.sum([one.share * _speed(survival, one) for one in size_groups], axis=0)
+    return whole
+
+
+def _speed(survival: Floats, size_group: SizeGroup) -> Floats:
     lengths = 1.0 + np.cumsum(survival, axis=-1)
     best: Floats = np.max(
-        [lengths[..., drafts - 1] / cost for drafts, cost in costs.items()], axis=0
+        [lengths[..., drafts - 1] / cost for drafts, cost in size_group.costs.items()], axis=0
     )
     return best
 
@@ -133,39 +155,52 @@ def _half_width(means: Floats, several: bool) -> float:
     return 1.96 * float(means.std()) if several else math.inf
 
 
-class RoundCosts:
-    """Costs of chains by kind and number of drafts, relative to a round without drafts.
+class MeasuredCosts:
+    """Costs of chains by batch size, kind and number of drafts, relative to a round without drafts.
 
-    The engine measures its arms; the coordinator hands them over. Kinds that it has not measured
-    cost 1 + k (verify_cost + draft_cost) for k drafts, as configured.
+    The engine measures its arms; the coordinator hands them over. Until it has measured all kinds
+    that are compared, a round with k drafts costs 1 + k (verify_cost + draft_cost), as configured:
+    kinds are compared on one footing.
     """
 
     def __init__(self, config: GateConfig) -> None:
         self._config = config
-        self._measured: dict[str, dict[int, float]] = {}
+        self._measured: Sequence[RoundCosts] = ()
 
-    def take(self, round_costs: Mapping[str, float]) -> None:
-        """What the engine has measured, by arm ("eagle:3_1_4"); trees are no chains and left
-        out.
-        """
-        for arm, cost in round_costs.items():
-            found = read_arm(arm)
-            if found is None or found.shape.topk != 1 or cost <= 0:
+    def take(self, measured: Sequence[RoundCosts]) -> None:
+        """What the engine has measured; an empty list leaves what is known."""
+        self._measured = measured or self._measured
+
+    def size_groups(self, kinds: Collection[str]) -> tuple[dict[str, list[SizeGroup]], bool]:
+        """What each kind meets, and whether that is measured."""
+        found: dict[str, list[SizeGroup]] = {kind: [] for kind in kinds}
+        for one in self._measured:
+            costs = self._chains(one.costs)
+            if all(kind in costs for kind in kinds):
+                for kind in kinds:
+                    found[kind].append(SizeGroup(one.share, costs[kind], one.rival))
+        if not all(found.values()):
+            return {kind: [SizeGroup(1.0, self._configured(kind))] for kind in kinds}, False
+        return {kind: _normalised(own) for kind, own in found.items()}, True
+
+    def _chains(self, costs: Mapping[str, float]) -> dict[str, dict[int, float]]:
+        """By kind and number of drafts; trees are no chains and left out."""
+        chains: dict[str, dict[int, float]] = {}
+        for arm, cost in costs.items():
+            name = read_arm(arm)
+            if name is None or name.shape.topk != 1 or cost <= 0:
                 continue
-            if 1 <= found.shape.steps <= self._config.draft_steps:
-                self._measured.setdefault(found.speculator, {})[found.shape.steps] = cost
-
-    def table(self, kinds: Collection[str]) -> tuple[dict[str, dict[int, float]], bool]:
-        """Costs of every kind by number of drafts, and whether they are measured.
-
-        Measured only where all kinds are: two kinds are compared on one footing.
-        """
-        if kinds and all(kind in self._measured for kind in kinds):
-            return {kind: dict(self._measured[kind]) for kind in kinds}, True
-        return {kind: self._configured(kind) for kind in kinds}, False
+            if 1 <= name.shape.steps <= self._config.draft_steps:
+                chains.setdefault(name.speculator, {})[name.shape.steps] = cost
+        return chains
 
     def _configured(self, kind: str) -> dict[int, float]:
         each = self._config.verify_cost + self._config.draft_cost.get(
             kind, self._config.other_draft_cost
         )
         return {drafts: 1.0 + drafts * each for drafts in range(1, self._config.draft_steps + 1)}
+
+
+def _normalised(size_groups: Sequence[SizeGroup]) -> list[SizeGroup]:
+    whole = sum(one.share for one in size_groups) or 1.0
+    return [SizeGroup(one.share / whole, one.costs, one.rival) for one in size_groups]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 from drafter_trainer import messages as m
-from drafter_trainer.gate.comparison import Judgement, conditional
-from drafter_trainer.gate.evaluate import HeldOut
+from drafter_trainer.gate.comparison import Judgement
+from drafter_trainer.gate.evaluate import MeasuredRows
 from drafter_trainer.learn.heads import PolicyHead
+from paceline.speculators.shift import conditional
 from paceline.telemetry import get_logger
 
 log = get_logger("drafter_trainer")
@@ -16,9 +17,15 @@ _FIGURES = {field.name for field in fields(m.Judged)} & {field.name for field in
 
 
 def judged(
-    kind: str, version: int, judgement: Judgement, head: PolicyHead, *, heldout: HeldOut, index: int
+    kind: str,
+    version: int,
+    judgement: Judgement,
+    head: PolicyHead,
+    *,
+    rows: MeasuredRows,
+    index: int,
 ) -> m.Judged:
-    """The record of a candidate that was kept; `index` is its place in `heldout`."""
+    """The record of a candidate that was kept; `index` is its place in `rows`."""
     return m.Judged(
         epoch=0,
         decision="kept",
@@ -27,7 +34,7 @@ def judged(
         policy_version=head.policy_version,
         lm_head_hash=head.hash,
         conditional=conditional(judgement.survival),
-        lengths_by_bucket=heldout.lengths_by_bucket(index),
+        lengths_by_bucket=rows.lengths_by_bucket(index),
         **{name: getattr(judgement, name) for name in _FIGURES},
     )
 

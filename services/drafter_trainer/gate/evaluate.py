@@ -1,4 +1,4 @@
-"""Measures drafters on held-out rows, in pieces short enough to be preempted."""
+"""Measures drafters on rows, in pieces short enough to be preempted."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 
 PIECE_POSITIONS = 192
+GREEDY = 0.01
+"""The temperature that stands for 0: the most likely token has all the mass."""
 BUCKETS = ("prompt_end", "early", "late")
 PROMPT_END = 8
 """Positions after one that drafts no target (a prompt, a tool's answer) that count as its end."""
@@ -118,7 +120,7 @@ def _drawn(row: PackedRow) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class MeasuredRows:
     """What was measured at N positions, in one order for all drafters."""
 
     accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
@@ -135,7 +137,7 @@ class HeldOut:
 
 
 class GateJob:
-    """Measures frozen drafters on the same held-out rows; `advance` until `done`, one drafter and
+    """Measures frozen drafters on the same rows; `advance` until `done`, one drafter and
     piece at a time.
     """
 
@@ -155,6 +157,7 @@ class GateJob:
         self._buckets: list[npt.NDArray[np.int64]] = []
         self._offset, self._next = 0, 0
         self._row: PackedRow | None = None
+        self._temperature = 1.0  # of the piece at hand
         self._heads = heads
         self.head = heads[samples[-1].lm_head_hash]
         """Of the newest policy version."""
@@ -162,7 +165,17 @@ class GateJob:
     @property
     def done(self) -> bool:
         """All drafters measured on all pieces."""
-        return self._row is None and not self._pieces
+        return self.even and not self._pieces
+
+    @property
+    def even(self) -> bool:
+        """All drafters measured on the same pieces, one at least."""
+        return self._row is None and bool(self._documents)
+
+    @property
+    def positions(self) -> int:
+        """That all drafters are measured at."""
+        return sum(map(len, self._documents)) if self.even else 0
 
     def advance(self) -> None:
         """Measures the next drafter on the next piece."""
@@ -175,7 +188,7 @@ class GateJob:
             row,
             self._heads[row.lm_head_hash],
             self._settings.draft_steps,
-            temperature=self._settings.temperature,
+            temperature=self._temperature,
             sampled=self._settings.verification == "rejection",
         )
         self._accepted[self._next].append(survival.numpy())
@@ -185,24 +198,32 @@ class GateJob:
 
     def _open(self, samples: list[FeatureSample]) -> None:
         row = self._row = pack(samples, window=self._window)
+        self._temperature = samples[0].temperature or GREEDY
         self._documents.append(row.documents[_drawn(row)].numpy() + self._offset)
         self._buckets.append(position_buckets(row).numpy())
         self._offset += len(samples)
 
-    def measured(self) -> HeldOut:
-        """What came out; call when done."""
+    def measured(self) -> MeasuredRows:
+        """What came out so far; call when even."""
         accepted = [np.concatenate(pieces) for pieces in self._accepted]
-        return HeldOut(accepted, np.concatenate(self._documents), np.concatenate(self._buckets))
+        documents, buckets = np.concatenate(self._documents), np.concatenate(self._buckets)
+        return MeasuredRows(accepted, documents, buckets)
 
 
 def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
-    """Samples of one head each, few enough to be measured between two looks at the lease."""
+    """Samples of one head and temperature each, few enough to be measured between two looks at the
+    lease; the newest come last, and are measured first.
+    """
     pieces: list[list[FeatureSample]] = [[]]
     for sample in samples:
         full = (
             sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS
         )
-        if pieces[-1] and (full or pieces[-1][0].lm_head_hash != sample.lm_head_hash):
+        if pieces[-1] and (full or _way(pieces[-1][0]) != _way(sample)):
             pieces.append([])
         pieces[-1].append(sample)
     return [piece for piece in pieces if piece]
+
+
+def _way(sample: FeatureSample) -> tuple[str, float]:
+    return sample.lm_head_hash, sample.temperature

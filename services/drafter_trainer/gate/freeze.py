@@ -12,7 +12,7 @@ from drafter_trainer.gate.comparison import Judgement
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The serving drafter's held-out acceptance length when training was frozen."""
+    """The serving drafter's acceptance length on fresh rows when training was frozen."""
 
     length: float
     noise: float  # half-width of its 95 % interval

@@ -1,26 +1,28 @@
-"""Judges candidates on held-out rows, promotes one that is better, freezes training that gains
-nothing.
+"""Judges candidates on rows that nobody has trained on yet, promotes one that makes the engine
+faster, freezes training that gains nothing.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.gate.candidates import Candidates
-from drafter_trainer.gate.comparison import Chain, Judgement, RoundCosts, judge
+from drafter_trainer.gate.comparison import Chain, Judgement, MeasuredCosts, judge
 from drafter_trainer.gate.decisions import judged, log_decision, reopened
 from drafter_trainer.gate.evaluate import GateJob
 from drafter_trainer.gate.freeze import Freeze
 from drafter_trainer.learn import sharing
-from drafter_trainer.learn.heads import PolicyHeads
 from drafter_trainer.learn.students import Students
-from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample
+from drafter_trainer.rows.store import RowStore
 from paceline.speculators.net import DraftNet
 from paceline.telemetry import get_logger
 
@@ -47,26 +49,25 @@ class _Round:
     """
 
     job: GateJob
+    samples: tuple[FeatureSample, ...]  # that it judges by
     candidates: tuple[DrafterState, ...]
     rivals: tuple[DrafterState, ...]
     steps: Mapping[str, int]  # optimiser steps behind each candidate, by kind
 
 
 class PublishGate:
-    """Judges candidates on held-out rows of the newest policy version against what serves."""
+    """Judges candidates on fresh rows of the newest policy version against what serves."""
 
     def __init__(
         self,
         config: DrafterTrainerConfig,
         students: Students,
-        heads: PolicyHeads,
-        buffer: FeatureBuffer,
+        rows: RowStore,
         candidates: Candidates,
     ) -> None:
         self._config, self._settings = config, config.gate
         self._students = students
-        self._heads = heads
-        self._buffer = buffer
+        self._rows = rows
         self._candidates = candidates
         self._warm_start = Path(config.drafter).is_dir()
         self._round: _Round | None = None
@@ -79,7 +80,7 @@ class PublishGate:
         self._untold: list[m.Judged] = []  # decisions made between activations
         self._taken_back: DrafterState | None = None
         self._contenders: dict[str, m.LeaderboardEntry] = {}  # by kind, as last judged
-        self.costs = RoundCosts(config.gate)
+        self.costs = MeasuredCosts(config.gate)
         self.serving = DrafterState(0, students.primary.learner.snapshot())
         self.next_version = max([0, *candidates.versions]) + 1
 
@@ -111,7 +112,7 @@ class PublishGate:
         frozen.
         """
         if self.frozen:
-            samples = self._heldout()
+            samples = self._fresh()
             return self._enough(samples) and samples[-1].policy_version > self._checked_policy
         if self._handed_over:
             return False
@@ -121,38 +122,40 @@ class PublishGate:
         )
 
     def start(self) -> None:
-        """Begins a round, unless too little is held out; snapshots are collectives of all ranks."""
+        """Begins a round, unless too little is fresh; snapshots are collectives of all ranks."""
         self._last_judged_step = self._students.primary.learner.total_steps
-        samples = self._heldout()
+        samples = self._fresh()
         if not self._enough(samples):
             return
         heads = {
             one: head
             for one in {s.lm_head_hash for s in samples}
-            if (head := self._heads.get(one)) is not None
+            if (head := self._rows.heads.get(one)) is not None
         }
         candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
         rivals = [self.serving]
         if candidates and self._taken_back is not None:
             rivals.append(self._taken_back)
+        window = self._config.buffer.window
         job = GateJob(
             [one.net for one in (*rivals, *candidates)],
-            samples,
+            [_judged_part(sample, window) for sample in samples],
             heads,
             self._settings,
             self._config.buffer.window,
         )
         steps = {student.kind: student.learner.total_steps for student in self._students}
-        self._round = _Round(job, tuple(candidates), tuple(rivals), steps)
+        self._round = _Round(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
     def advance(self, epoch: int) -> list[m.Judged]:
         """A piece of the round; the decisions when it was the last."""
         now = self._round
         assert now is not None
         now.job.advance()
-        if not now.job.done:
+        if not now.job.done and not self._decided(now):
             return []
         self._round = None
+        self._rows.release(now.samples)
         decisions = self._decide(now) if now.candidates else self._check_drift(now)
         for decision in decisions:
             log_decision(decision)
@@ -203,10 +206,8 @@ class PublishGate:
 
     # --- a round ----------------------------------------------------------------------------------
 
-    def _heldout(self) -> list[FeatureSample]:
-        return self._buffer.heldout(self._heads.hashes, self._settings.min_positions)[
-            -self._settings.samples :
-        ]
+    def _fresh(self) -> list[FeatureSample]:
+        return self._rows.fresh(self._settings.min_positions, self._settings.samples)
 
     def _enough(self, samples: list[FeatureSample]) -> bool:
         return (
@@ -225,22 +226,34 @@ class PublishGate:
                 taken.append(DrafterState(self.next_version, student.learner.snapshot()))
         return taken
 
+    def _judgements(self, now: _Round) -> tuple[list[list[Judgement]], bool]:
+        """Of each candidate against each rival, by what is measured so far; and whether the costs
+        are measured.
+        """
+        measured = now.job.measured()
+        drafters = (*now.rivals, *now.candidates)
+        size_groups, known = self.costs.size_groups({one.kind for one in drafters})
+        chains = [
+            Chain(one.kind, measured.accepted[index], size_groups[one.kind])
+            for index, one in enumerate(drafters)
+        ]
+        rivals, candidates = chains[: len(now.rivals)], chains[len(now.rivals) :]
+        found = [[judge(one, rival, measured.documents) for rival in rivals] for one in candidates]
+        return found, known
+
+    def _decided(self, now: _Round) -> bool:
+        """Whether the rest of the rows need not be measured."""
+        if not now.candidates or now.job.positions < self._settings.min_positions:
+            return False
+        found, _ = self._judgements(now)
+        return all(one.decided for against in found for one in against)
+
     def _decide(self, now: _Round) -> list[m.Judged]:
-        heldout, head = now.job.measured(), now.job.head
-        costs, measured = self.costs.table({one.kind for one in (*now.rivals, *now.candidates)})
-
-        def chain(index: int, drafter: DrafterState) -> Chain:
-            return Chain(drafter.kind, heldout.accepted[index], costs[drafter.kind])
-
-        judgements: list[Judgement] = []
+        measured_rows, head = now.job.measured(), now.job.head
+        found, measured = self._judgements(now)
+        judgements = [against[0] for against in found]
         best: tuple[bool, float, int] | None = None
-        for number, drafter in enumerate(now.candidates):
-            this = chain(len(now.rivals) + number, drafter)
-            against = [
-                judge(this, chain(index, rival), heldout.documents)
-                for index, rival in enumerate(now.rivals)
-            ]
-            judgements.append(against[0])
+        for number, (drafter, against) in enumerate(zip(now.candidates, found, strict=True)):
             rank = (all(one.better for one in against), against[0].candidate_speedup, -number)
             if self._place(drafter, against[0], head.policy_version, now.steps[drafter.kind]):
                 best = rank if best is None else max(best, rank)
@@ -250,10 +263,12 @@ class PublishGate:
         promoted, number = best[0], -best[2]
         drafter, index = now.candidates[number], len(now.rivals) + number
         decision = judged(
-            drafter.kind, drafter.version, judgements[number], head, heldout=heldout, index=index
+            drafter.kind, drafter.version, judgements[number], head, rows=measured_rows, index=index
         )
         decision = self._complete(
-            replace(decision, optimizer_steps=now.steps[drafter.kind]), measured
+            replace(decision, optimizer_steps=now.steps[drafter.kind], over=self.serving.version),
+            measured,
+            now,
         )
         if promoted:
             decision = self._promote(drafter, decision)
@@ -298,11 +313,11 @@ class PublishGate:
 
     def _check_drift(self, now: _Round) -> list[m.Judged]:
         """The serving drafter on rows of a newer policy, while training is frozen."""
-        heldout, head = now.job.measured(), now.job.head
+        rows, head = now.job.measured(), now.job.head
         self._checked_policy = head.policy_version
-        costs, measured = self.costs.table({self.serving.kind})
-        chain = Chain(self.serving.kind, heldout.accepted[0], costs[self.serving.kind])
-        itself = judge(chain, chain, heldout.documents)
+        size_groups, measured = self.costs.size_groups({self.serving.kind})
+        chain = Chain(self.serving.kind, rows.accepted[0], size_groups[self.serving.kind])
+        itself = judge(chain, chain, rows.documents)
         frozen_at = self._freeze.baseline
         if not self._freeze.measured(itself.serving, itself.serving_noise):
             log.info(
@@ -314,13 +329,13 @@ class PublishGate:
             return []
 
         decision = reopened(self.serving.kind, self.serving.version, itself, head)
-        return [self._complete(decision, measured)]
+        return [self._complete(decision, measured, now)]
 
-    def _complete(self, decision: m.Judged, measured: bool) -> m.Judged:
+    def _complete(self, decision: m.Judged, measured: bool, now: _Round) -> m.Judged:
         return replace(
             decision,
             costs_measured=measured,
-            temperature=self._settings.temperature,
+            temperature=now.samples[-1].temperature,
             leaderboard=self.leaderboard,
         )
 
@@ -338,3 +353,11 @@ class PublishGate:
         decision = replace(known, decision="rolled_back", path="")
         log_decision(decision)
         self._untold.append(decision)
+
+
+def _judged_part(sample: FeatureSample, window: int) -> FeatureSample:
+    """What of a sample judges: a stretch, always the same one of a session, without rejected
+    drafts: nobody drew a token after them that a draft could be compared with.
+    """
+    random = np.random.default_rng(zlib.crc32(sample.session.encode()))
+    return replace(sample, branches=None).window(window, random)

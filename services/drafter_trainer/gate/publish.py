@@ -22,7 +22,7 @@ from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import CONFIG, PushReport, build_manifest, push_weights
+from paceline.weights import ACCEPTANCE, CONFIG, PushReport, build_manifest, push_weights
 
 WORTH_ANOTHER_TRY = (Unavailable, DeadlineExceeded, StaleEpoch, ResourceExhausted)
 
@@ -47,13 +47,15 @@ async def push_drafter(
             "the promoted drafter is not where the rank wrote it", seen=str(error)
         ) from error
 
+    shift = decision.shift
+    said = {ACCEPTANCE: shift.to_json()} if shift is not None else {}
     tensors = list(decode_safetensors(data).values())
     manifest = build_manifest(
         WEIGHT_TARGET_DRAFTER,
         decision.drafter_version,
         tensors,
         lm_head_hash=decision.lm_head_hash,
-        metadata={"speculator": decision.kind, CONFIG: config},
+        metadata={"speculator": decision.kind, CONFIG: config, **said},
     )
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
 

@@ -46,6 +46,8 @@ class OfflineConfig(Config):
     """Learning rate of the speculator."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up."""
+    clip_norm: float = Field(default=0.5, gt=0)
+    """Largest gradient norm."""
     freeze_base_model: bool = True
     """Or train the model jointly, on cross-entropy."""
     base_lr: float = Field(default=1e-5, gt=0)

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.gate.comparison import conditional
 from drafter_trainer.gate.evaluate import chain_matches
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Members
@@ -34,6 +33,7 @@ from drafter_trainer.offline.report import RunLog
 from drafter_trainer.offline.target import TargetModel
 from paceline.errors import ConfigError, InvalidInput
 from paceline.speculators.net import DraftNet
+from paceline.speculators.shift import conditional
 from paceline.training.checkpoints import (
     PREFIX,
     CheckpointWriter,
@@ -87,7 +87,9 @@ class OfflineTrainer:
         self._whole = net.twin()
         # The base model is sharded already: what is shared of it stays outside the drafter's
         # shards.
-        optimizer = DrafterOptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
+        optimizer = DrafterOptimizerConfig(
+            lr=config.lr, clip_norm=config.clip_norm, warmup_steps=config.warmup_steps
+        )
         self._rows_per_step = config.rows_per_rank * self._world
         self._learner = DrafterLearner(
             net, optimizer, micro_batches=self._rows_per_step, members=members

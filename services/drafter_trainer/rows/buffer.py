@@ -1,4 +1,4 @@
-"""Keeps samples to learn from, bounded in samples and bytes, and draws from them."""
+"""Keeps samples to judge by and to learn from, bounded in samples and bytes, and draws of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from drafter_trainer.rows.sample import FeatureSample
 
 
 class FeatureBuffer:
-    """Training samples and, of one in `heldout_every` sessions, held-out ones that are never
-    trained on.
+    """Training samples and fresh ones, which a gate may judge by before they are trained on.
+
+    Of one in `judged_every` groups samples stay fresh until they are released, or newer ones take
+    their place: no row is lost to learning, and none that a drafter has learned from, nor a sibling
+    that says nearly the same, judges it.
 
     Training begins while a step's long sequences are still being decoded: what has arrived of it is
     short. So of a past step the longer half stays longest, and draws mix the previous step's with
@@ -29,7 +32,7 @@ class FeatureBuffer:
         self._now = deque[FeatureSample]()  # of the newest step
         # Of past steps, in order of arrival.
         self._short, self._long = deque[FeatureSample](), deque[FeatureSample]()
-        self._heldout: deque[FeatureSample] = deque(maxlen=config.heldout_samples)
+        self._fresh = deque[FeatureSample]()
         self._random = np.random.default_rng(seed)
         self._step = self._previous_step = -1
         self._long_from = 0  # positions of the shortest long sample of the previous step
@@ -58,24 +61,36 @@ class FeatureBuffer:
     def add(self, sample: FeatureSample) -> None:
         """Keeps a sample; when samples or bytes exceed the budget past steps go first, their short
         samples before all.
-
-        Of a held-out sample one window stays, always the same of a session, without rejected
-        drafts: nobody drew a token after them that a draft could be compared with.
         """
-        name = zlib.crc32(sample.session.encode())
-        if name % self._config.heldout_every == 0:
-            self._heldout.append(
-                replace(sample, branches=None).window(
-                    self._config.window, np.random.default_rng(name)
-                )
-            )
-            return
+        sample = sample if self._config.rejected else replace(sample, branches=None)
+        siblings = zlib.crc32((sample.group or sample.session).encode())
+        if siblings % self._config.judged_every:
+            self._place(sample)
+        else:
+            self._fresh.append(sample)
+            self.nbytes += sample.nbytes
+        if len(self._fresh) > self._config.judged_samples:
+            self.release([self._fresh[0]])
+        self._evict()
 
-        self._place(sample if self._config.rejected else replace(sample, branches=None))
+    def release(self, samples: Iterable[FeatureSample]) -> None:
+        """These have judged, and are trained on from now on."""
+        leaving = {id(one) for one in samples}
+        released = [one for one in self._fresh if id(one) in leaving]
+        self._fresh = deque(one for one in self._fresh if id(one) not in leaving)
+        for sample in released:
+            self.nbytes -= sample.nbytes
+            self._place(sample)
+
+    def _evict(self) -> None:
         while len(self) > self._config.samples or self.nbytes > self._config.byte_budget:
-            self._count(
-                next(part for part in (self._short, self._long, self._now) if part).popleft(), -1
-            )
+            parts = (self._short, self._long, self._now, self._fresh)
+            part = next(part for part in parts if part)
+            sample = part.popleft()
+            if part is self._fresh:
+                self.nbytes -= sample.nbytes
+            else:
+                self._count(sample, -1)
             self.dropped["evicted"] += 1
 
     def _place(self, sample: FeatureSample) -> None:
@@ -108,7 +123,9 @@ class FeatureBuffer:
         self._sizes[sample.lm_head_hash] += sign * sample.size
 
     def forget(self, keep: Callable[[FeatureSample], bool], reason: str) -> None:
-        """Drops the training samples that `keep` refuses, and counts them under `reason`."""
+        """Drops the samples that `keep` refuses, and counts them under `reason`."""
+        stale = [sample for sample in self._fresh if not keep(sample)]
+        self.release(stale)  # to be dropped with the others
         for part in (self._now, self._short, self._long):
             for _ in range(len(part)):
                 sample = part.popleft()
@@ -177,15 +194,15 @@ class FeatureBuffer:
             drawn.append(sample)
         return drawn
 
-    def heldout(self, known_heads: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
-        """Held-out samples of the newest policy version that has some, oldest first.
+    def fresh(self, known_heads: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
+        """Fresh samples of the newest policy version that has some, oldest first.
 
         Where they hold fewer than `at_least` drafting targets, those of the versions before it come
         along, newest versions first to be taken: short responses must not keep drafters from being
         judged.
         """
         known = set(known_heads)
-        usable = [sample for sample in self._heldout if sample.lm_head_hash in known]
+        usable = [sample for sample in self._fresh if sample.lm_head_hash in known]
         taken: list[FeatureSample] = []
         for version in sorted({sample.policy_version for sample in usable}, reverse=True):
             taken = [*(sample for sample in usable if sample.policy_version == version), *taken]

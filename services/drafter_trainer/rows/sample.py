@@ -75,6 +75,8 @@ class FeatureSample:
     hidden_size: int  # H
     layers: str = "last"  # what a row holds, see CaptureSpec.layers
     branches: Branches | None = None
+    group: str = ""  # of siblings, whose sequences may begin alike
+    temperature: float = 1.0  # of the draws
     traceparent: str = ""  # of the batch it came in
 
     @property
@@ -147,6 +149,8 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
         generated=torch.as_tensor(generated),
         hidden_size=target.hidden_size,
         layers=batch.layers,
+        group=batch.group_id,
+        temperature=batch.temperature,
         branches=None
         if batch.rejected is None
         else _branches(batch.rejected, own, batch.session_id),

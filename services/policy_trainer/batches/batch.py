@@ -6,13 +6,14 @@ width, M trained tokens of a micro-batch, U different ones of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from paceline.trajectory import Trajectory
@@ -30,12 +31,13 @@ class TrainBatch:
     sessions: Int[Tensor, " B"]  # counted from 0
     lengths: Int[Tensor, " B"]  # tokens of each trajectory
     temperatures: Float[Tensor, " B"]  # 0 (greedy) stands as 1
-    drafted: Bool[Tensor, " B"]  # whether a drafter helped to draw it
     token_ids: Int[Tensor, " N"]
     trained: Int[Tensor, " T"]  # which of them are; never the first of a trajectory
     owners: Int[Tensor, " T"]  # trajectory of each trained token
     behavior_logprobs: Float[Tensor, " T"]
     lags: Int[Tensor, " T"]  # policy versions between the weights that drew it and the step's start
+    ways: Int[Tensor, " T"]  # number of the way it was drawn; -1: not known
+    way_names: UInt8[Tensor, " C"]  # JSON of their [arm, number format]
 
     @property
     def weights(self) -> Float[Tensor, " B"]:
@@ -46,6 +48,16 @@ class TrainBatch:
         """The tokens of trajectories but their last ones, which are only ever targets."""
         ids, starts = self.token_ids.numpy(), self.starts
         return [ids[starts[i] : starts[i + 1] - 1] for i in numbers]
+
+    def masks_by_way(self, tokens: Int[Tensor, " M"]) -> dict[str, Bool[Tensor, " M"]]:
+        """Which of these trained tokens each arm drew, and each number format."""
+        names = json.loads(self.way_names.numpy().tobytes())
+        chosen, masks = self.ways[tokens], dict[str, Tensor]()
+        for way in chosen[chosen >= 0].unique().tolist():
+            for kind, name in zip(("arm", "numbers"), names[way], strict=True):
+                key, own = f"{kind}={name}", chosen == way
+                masks[key] = masks[key] | own if key in masks else own
+        return masks
 
     @property
     def starts(self) -> list[int]:
@@ -84,9 +96,13 @@ def make_batch(trajectories: Sequence[Trajectory], policy_version: int) -> Train
     mask[starts[:-1]] = False  # nothing predicts a first token
     trained = np.flatnonzero(mask)
     versions = np.full(len(mask), policy_version)
+    ways, names = np.full(len(mask), -1), dict[tuple[str, str], int]()
     for start, one in zip(starts, trajectories, strict=False):
         for span in one.version_spans:
             versions[start + span.start : start + span.end] = span.policy_version
+        for drawn in one.draw_spans:
+            way = names.setdefault((drawn.arm, drawn.number_format), len(names))
+            ways[start + drawn.start : start + drawn.end] = way
     owners = np.repeat(np.arange(len(lengths)), lengths)
     logprobs = _flat([one.behavior_logprobs for one in trajectories], np.float32)
     return TrainBatch(
@@ -97,14 +113,13 @@ def make_batch(trajectories: Sequence[Trajectory], policy_version: int) -> Train
         temperatures=torch.tensor(
             [one.temperature or 1.0 for one in trajectories], dtype=torch.float32
         ),
-        drafted=torch.tensor(
-            [one.speculation.drafted_rounds > 0 for one in trajectories], dtype=torch.bool
-        ),
         token_ids=torch.from_numpy(_flat([one.token_ids for one in trajectories], np.int64)),
         trained=torch.from_numpy(trained),
         owners=torch.from_numpy(owners[trained]),
         behavior_logprobs=torch.from_numpy(logprobs[trained]),
         lags=torch.from_numpy(policy_version - versions[trained]),
+        ways=torch.from_numpy(ways[trained]),
+        way_names=torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,11 +23,13 @@ from policy_trainer.learn.parallel import shard
 def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
     """With the start policy as its reference and a critic, where they are needed. Collective.
 
-    Raises ConfigError for a directory without a model, an attention that cannot train here,
-    adapters without peft, and an algorithm of your own that needs a critic and has no settings for
-    one.
+    Raises ConfigError for a directory without a model, an attention that cannot train here, a
+    compiled head without a compiler, adapters without peft, moments of eight bits without torchao,
+    and an algorithm of your own that needs a critic and has no settings for one.
     """
     check_attention(config.attention, mesh.device_type)
+    if config.head_compiled and mesh.device_type == "cpu":
+        _check_compiler()
     needs = build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, frozen=False)
     reference: PolicyModel | StartPolicy | None = None
@@ -41,6 +45,7 @@ def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> P
         Path(config.model),
         recompute=config.recompute_activations and not frozen,
         chunk_rows=config.head_rows,
+        compiled=config.head_compiled,
         attention=config.attention,
     )
     model.requires_grad_(not frozen)
@@ -57,3 +62,13 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Critic:
         )
     model = critic_on_meta(Path(config.model), attention=config.attention)
     return Critic(config, settings, shard(model, mesh, config), mesh)
+
+
+def _check_compiler() -> None:
+    wanted = os.environ.get("CXX", "g++")
+    if shutil.which(wanted) is None:
+        raise ConfigError(
+            "on a CPU a compiled head needs a C++ compiler",
+            seen=f"policy_trainer.head_compiled=true, no {wanted} on PATH",
+            allowed="head_compiled=false, or a compiler that $CXX names",
+        )

@@ -6,7 +6,7 @@ Shape letters: T trained tokens of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ class Critic:
         self._reshards = config.reshard_after_forward
         self._updates = 0
         optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
-        self._optimizer = NamedAdamW(dict(model.named_parameters()), optimizer)
+        self.optimizer = NamedAdamW(
+            dict(model.named_parameters()), optimizer, moments=optimizer.moments
+        )
 
     @property
     def warmup_steps(self) -> int:
@@ -70,17 +72,20 @@ class Critic:
             total += loss.detach()
             figures.add({"value_loss": losses.detach(), "value_error": (old - wanted).abs()})
         dist.all_reduce(total)
-        norm = self._optimizer.step(self._updates + 1) if total.isfinite() else math.nan
+        norm = self.optimizer.step(self._updates + 1) if total.isfinite() else math.nan
         self._updates += math.isfinite(norm)
         return norm
 
     def state(
-        self, mesh: DeviceMesh | None, into: Mapping[str, Any] | None = None
+        self,
+        mesh: DeviceMesh | None,
+        into: Mapping[str, Any] | None,
+        numbers: Callable[[Tensor], Tensor],
     ) -> dict[str, Any]:
-        """As Learner.state."""
-        return {**self._optimizer.state(mesh, into), "updates": self._updates}
+        """As Learner.state; `numbers`: where those of a shard are."""
+        return {**self.optimizer.state(mesh, into, numbers), "updates": self._updates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """As Learner.load_state."""
-        self._optimizer.load_state(state)
+        self.optimizer.load_state(state)
         self._updates = state["updates"]

@@ -29,12 +29,15 @@ class Figures:
             total[1] += value.numel()
 
     def add_mismatch(
-        self, gaps: Float[Tensor, " M"], lags: Int[Tensor, " M"], drafted: Bool[Tensor, " M"]
+        self,
+        gaps: Float[Tensor, " M"],
+        lags: Int[Tensor, " M"],
+        kinds: Mapping[str, Bool[Tensor, " M"]],
     ) -> None:
         """How the step's start differs from what sampled: `gaps` is proximal - behavior of tokens.
 
         behavior_gap is the mean |gap|; behavior_k3 estimates KL(sampler || start), e^gap - 1 - gap;
-        both also by lag and by whether a drafter helped.
+        both also by lag, and of each of the `kinds` of tokens.
         """
         ratio = bounded_ratio(gaps)
         sizes = {"behavior_gap": gaps.abs(), "behavior_k3": ratio - 1 - gaps}
@@ -44,8 +47,8 @@ class Figures:
             self._maxima[_LARGEST] = max(largest, self._maxima.get(_LARGEST, 0.0))
         for lag in lags.unique().tolist():
             self.add(_of(sizes, lags == lag, f"lag={lag}"))
-        for helped in drafted.unique().tolist():
-            self.add(_of(sizes, drafted == helped, "drafted" if helped else "plain"))
+        for name, chosen in kinds.items():
+            self.add(_of(sizes, chosen, name))
 
     def reduced(self) -> dict[str, float]:
         """Of all ranks, names sorted; what is not finite is left out. Collective."""

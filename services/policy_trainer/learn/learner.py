@@ -28,6 +28,7 @@ from policy_trainer.algorithms.divergences import divergence
 from policy_trainer.batches.batch import MicroBatch, TrainBatch
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.critic import Critic
+from policy_trainer.learn.device_memory import DeviceMemory
 from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from policy_trainer.learn.model import PolicyModel
@@ -71,7 +72,11 @@ class Learner:
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Told of each micro-batch of this rank before it is trained on."""
         self.weights = PolicyWeights(config, model)
-        self.optimizer = NamedAdamW(self.weights.trained, config.optimizer)
+        settings = config.optimizer
+        self.optimizer = NamedAdamW(self.weights.trained, settings, moments=settings.moments)
+        optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
+        models = [model, reference, critic.model if critic else None]
+        self.memory = DeviceMemory([one for one in models if one is not None], optimizers)
 
     def step(self, batch: TrainBatch, steps_before: int = 0) -> StepFacts:
         """Updates the weights on the batch, once for every mini-batch and pass; leaves them as they
@@ -255,7 +260,7 @@ class Learner:
         at = micro.tokens.cpu()
         gaps = start.detach().cpu() - batch.behavior_logprobs[at]
         figures.add({"entropy": entropy.detach()})
-        figures.add_mismatch(gaps, batch.lags[at], batch.drafted[batch.owners[at]])
+        figures.add_mismatch(gaps, batch.lags[at], batch.masks_by_way(at))
 
     # --- the whole weights ------------------------------------------------------------------------
 
@@ -275,9 +280,11 @@ class Learner:
         on_cpu = self.mesh.device_type == "cpu"
         mesh = self.mesh if on_cpu else DeviceMesh.from_group(self.mesh.get_group(), "cpu")
         old = into["critic"] if into and self.critic else None
-        critic = {"critic": self.critic.state(mesh, old)} if self.critic else {}
+        numbers = self.memory.numbers
+        critic = {"critic": self.critic.state(mesh, old, numbers)} if self.critic else {}
         scale = {"adapter_scale": self.config.adapters.scale} if self.weights.adapted else {}
-        return {**self.optimizer.state(mesh, into), "updates": self.updates, **critic, **scale}
+        own = self.optimizer.state(mesh, into, numbers)
+        return {**own, "updates": self.updates, **critic, **scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state` of as many ranks.

@@ -28,10 +28,11 @@ class PolicyModel(nn.Module):
     A trained token that several trajectories share is predicted once.
     """
 
-    def __init__(self, lm: Any, chunk_rows: int = HEAD_ROWS) -> None:
+    def __init__(self, lm: Any, chunk_rows: int = HEAD_ROWS, *, compiled: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self._chunk_rows = chunk_rows
+        self._compiled = compiled
 
     def forward(
         self, micro: MicroBatch, *, entropy_gradient: bool = False
@@ -48,6 +49,7 @@ class PolicyModel(nn.Module):
             micro.targets,
             chunk_rows=self._chunk_rows,
             entropy_gradient=entropy_gradient,
+            compiled=self._compiled,
         )
         return logprobs[micro.predictions], entropy[micro.predictions]
 
@@ -125,19 +127,21 @@ def policy_on_meta(
     *,
     recompute: bool = False,
     chunk_rows: int = HEAD_ROWS,
+    compiled: bool = False,
     attention: str = "sdpa",
 ) -> PolicyModel:
     """The model of a Hugging Face directory in fp32, still without its numbers (loading.py).
 
     recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
-    1604.06174). Raises what causal_lm_on_meta raises.
+    1604.06174). chunk_rows, compiled: as head_logprobs has them. Raises what causal_lm_on_meta
+    raises.
     """
     lm = causal_lm_on_meta(directory, attention)
     lm.config.use_cache = False
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm.train()  # else transformers leaves it out; there is no dropout
-    return PolicyModel(lm, chunk_rows)
+    return PolicyModel(lm, chunk_rows, compiled=compiled)
 
 
 def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:

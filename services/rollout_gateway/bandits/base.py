@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from pydantic import Field
 
 from paceline.config import Config
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
@@ -28,6 +29,10 @@ class BanditConfig(Config):
     """Rounds remembered per group, of all arms together."""
     groups: tuple[int, ...] = (1, 2, 5, 21)
     """Smallest batch size of each group."""
+    inherited_rounds: int = Field(default=64, ge=0)
+    """Rounds that a new drafter's arms take over from the drafter before it, as its trainer says
+    that they change; 0: its arms are tried anew.
+    """
 
 
 class BanditSettings(BanditConfig):
@@ -122,11 +127,12 @@ class Bandit(Protocol):
         """What a round gave."""
         ...
 
-    def forget(self, arms: Set[str], changed: Target) -> None:
-        """These arms draft with, or for, new weights: how much of them is accepted is not known;
-        seconds stay as known.
+    def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
+        """These arms draft with, or for, new weights; seconds stay as known.
 
-        changed: DRAFTER (the arms of the new drafter) or POLICY (the target of all arms).
+        changed: DRAFTER (the arms of the new drafter) or POLICY (the target of all arms). shift:
+        how much more of the new drafter is accepted than of the one before, whose rounds then say
+        what to expect, as much as `inherited_rounds`; None: nothing is known of the new one.
         """
         ...
 

@@ -17,7 +17,8 @@ be a warm-up.
 
 class EpsilonGreedy(WindowedBandit):
     """Explores with probability epsilon, else takes the arm of the highest rate in the batch's
-    group.
+    group. It explores arms that may be the best for all it knows: a round of another one could
+    change no decision.
     """
 
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
@@ -25,6 +26,9 @@ class EpsilonGreedy(WindowedBandit):
         least = min(names, key=lambda name: arms[name].rounds)
         if arms[least].rounds < TRIAL_PULLS:
             return ArmChoice(least, explored=True)
+        best = max(names, key=lambda name: arms[name].rate)
         if self._random.random() < self._settings.epsilon:
-            return ArmChoice(self._random.choice(names), explored=True)
-        return ArmChoice(max(names, key=lambda name: arms[name].rate), explored=False)
+            hopeful = [name for name in names if arms[name].rate_at_best >= arms[best].rate]
+            chosen = self._random.choice(hopeful)
+            return ArmChoice(chosen, explored=chosen != best)
+        return ArmChoice(best, explored=False)

@@ -25,6 +25,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     ArmChoice,
@@ -33,7 +34,7 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.bandits.window import WindowedBandit
+from rollout_gateway.bandits.window import WindowedBandit, length_gains
 
 KAPPA0 = 1.0  # rounds that the prior's mean is worth
 ALPHA0 = 2.0  # the prior's s2 has an expectation for more than 1
@@ -62,6 +63,12 @@ class RateEvidence:
         """Make what is known worth less."""
         self.weight *= discount
         self.deviations *= discount
+
+    def renew(self, gain: float, most: float) -> None:
+        """The arm gives so many times the tokens; what is known is worth `most` rounds."""
+        self.fade(min(most / self.weight, 1.0) if self.weight > 0 else 0.0)
+        self.mean *= gain
+        self.deviations *= gain * gain
 
     def add(self, rate: float) -> None:
         """Learn of a round (West 1979: numerically stable)."""
@@ -114,12 +121,15 @@ class Thompson(WindowedBandit):
         super().observe(outcome)
         self._known(outcome.situation).add(outcome.arm, outcome.rate)
 
-    def forget(self, arms: Set[str], changed: Target) -> None:
-        """A new drafter: nothing is known of its arms."""
-        super().forget(arms, changed)
-        if changed is Target.DRAFTER:
+    def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
+        """A new drafter: its arms inherit, or nothing is known of them."""
+        super().renew(arms, changed, shift)
+        if changed is not Target.DRAFTER:
+            return
+        most = self._settings.inherited_rounds if shift is not None else 0
+        for arm, gain in length_gains(arms, shift).items():
             for known in self._evidence.values():
-                known.arms |= {name: RateEvidence() for name in arms & known.arms.keys()}
+                known.arms[arm].renew(gain, most)
 
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """It explores when it is not the one believed best."""

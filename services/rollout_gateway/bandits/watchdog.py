@@ -5,7 +5,7 @@ A round of a drafter is its acceptance length less 1, the token that the target 
 rounds of all its arms in a batch-size group count together. With `limit` =
 BanditSettings.watchdog_rounds:
 
-- The first `limit` rounds, after the start and after `forget`: the drafter is dead when their mean
+- The first `limit` rounds, after the start and after `renew`: the drafter is dead when their mean
   is not above 0 by
   more than noise, that is NOISE_Z standard errors of the mean or NOISE_FLOOR tokens, whichever is
   more.
@@ -15,7 +15,7 @@ BanditSettings.watchdog_rounds:
   `limit` rounds for q of a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom
   proposes, as n-grams, is so not taken for dead.
 
-A dead drafter's arms are not chosen in that group until `forget` names one of them, or until a
+A dead drafter's arms are not chosen in that group until `renew` names one of them, or until a
 whole window of rounds has passed (two, then four, when it is dead each time it is tried): a verdict
 is forgotten as other rounds are, and a drafter without weights is never named. `off` drafts nothing
 and stays. When no arm would be left, all are.
@@ -29,6 +29,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from paceline.arm_names import speculator_of
+from paceline.speculators.shift import AcceptanceShift
 from paceline.telemetry import get_logger
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
@@ -53,7 +54,7 @@ NOISE_FLOOR = 0.05
 
 @dataclass(slots=True)
 class Pulse:
-    """Signs of life of one drafter in one group, since the start or the last `forget`."""
+    """Signs of life of one drafter in one group, since the start or the last `renew`."""
 
     limit: int  # rounds of the first verdict
     rounds: int = 0
@@ -142,9 +143,9 @@ class AcceptanceWatchdog:
             if drafter.pulse.beat(outcome.accept_length):
                 self._retire(group, speculator, drafter)
 
-    def forget(self, arms: Set[str], changed: Target) -> None:
+    def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """New drafters live until they prove dead again; a new policy revives nobody."""
-        self._inner.forget(arms, changed)
+        self._inner.renew(arms, changed, shift)
         if changed is not Target.DRAFTER:
             return
         revived = {speculator_of(arm) for arm in arms}

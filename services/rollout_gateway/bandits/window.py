@@ -5,13 +5,16 @@ Owns no rule of choice.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence, Set
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.arm_names import read_arm
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     ArmChoice,
@@ -23,15 +26,22 @@ from rollout_gateway.bandits.base import (
 )
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
+BOUND_Z = 2.0  # standard errors by which a rate may be better than it seems
+
 
 class PlayedRound(NamedTuple):
     """What one round gave."""
 
     arm: str
-    tokens: int
+    tokens: float
     seconds: float
     accept_length: float
     rate: float
+
+    def scaled(self, gain: float) -> PlayedRound:
+        """With so many times the tokens in the same seconds."""
+        tokens, length = self.tokens * gain, self.accept_length * gain
+        return PlayedRound(self.arm, tokens, self.seconds, length, self.rate * gain)
 
 
 @dataclass(slots=True)
@@ -39,9 +49,10 @@ class ArmWindow:
     """The rounds of one arm that the window holds, and counts since the start."""
 
     rates: deque[float] = field(default_factory=deque)  # of each round, oldest first
-    tokens: int = 0
+    tokens: float = 0.0
     seconds: float = 0.0
     accepted: float = 0.0
+    squares: float = 0.0  # of the rates
     pulls: int = 0
     explorations: int = 0
 
@@ -55,10 +66,16 @@ class ArmWindow:
         self.rates.popleft()
         self._count(one, -1)
 
+    def clear(self) -> None:
+        """No round any more; what was counted since the start stays."""
+        self.rates.clear()
+        self.tokens = self.seconds = self.accepted = self.squares = 0.0
+
     def _count(self, one: PlayedRound, sign: int) -> None:
         self.tokens += sign * one.tokens
         self.seconds += sign * one.seconds
         self.accepted += sign * one.accept_length
+        self.squares += sign * one.rate * one.rate
 
     @property
     def rounds(self) -> int:
@@ -69,6 +86,16 @@ class ArmWindow:
     def rate(self) -> float:
         """Tokens per second over the window: of all its rounds as one."""
         return self.tokens / self.seconds if self.rates and self.seconds > 0 else 0.0
+
+    @property
+    def rate_at_best(self) -> float:
+        """The rate, and so many standard errors of it as BOUND_Z says."""
+        if not self.rates:
+            return math.inf
+        mean = sum(self.rates) / self.rounds
+        variance = max(self.squares / self.rounds - mean * mean, 0.0)
+        spread = math.sqrt(variance / self.rounds) / mean if mean > 0 else 0.0
+        return self.rate * (1.0 + BOUND_Z * spread)
 
 
 class GroupWindow:
@@ -91,12 +118,30 @@ class GroupWindow:
             old = self._rounds.popleft()
             self.arms[old.arm].drop(old)
 
-    def forget(self, names: Set[str]) -> None:
-        """Drop the rounds of these arms."""
-        for one in self._rounds:
-            if one.arm in names:
-                self.arms[one.arm].drop(one)
-        self._rounds = deque(one for one in self._rounds if one.arm not in names)
+    def renew(self, gains: Mapping[str, float], keep: int) -> None:
+        """The newest `keep` rounds of each of these arms become what they would have been with so
+        many times the tokens, and the newest of the window; its others are dropped.
+        """
+        own = [one for one in self._rounds if one.arm in gains]
+        self._rounds = deque(one for one in self._rounds if one.arm not in gains)
+        left = Counter({name: keep - self.arms[name].rounds for name in gains})
+        for name in gains:
+            self.arms[name].clear()
+        for one in own:
+            left[one.arm] += 1
+            if left[one.arm] > 0:
+                self.add(one.scaled(gains[one.arm]))
+
+
+def length_gains(arms: Set[str], shift: AcceptanceShift | None) -> dict[str, float]:
+    """How many times the tokens a round of each arm gives with a new drafter; 1 where that is not
+    known.
+    """
+    names = {arm: read_arm(arm) for arm in arms}
+    return {
+        arm: shift.length_gain(name.shape.steps) if shift is not None and name is not None else 1.0
+        for arm, name in names.items()
+    }
 
 
 class WindowedBandit(ABC):
@@ -134,14 +179,16 @@ class WindowedBandit(ABC):
         group.arms[outcome.arm].pulls += 1
         group.arms[outcome.arm].explorations += outcome.explored
 
-    def forget(self, arms: Set[str], changed: Target) -> None:
-        """A new drafter: its arms are tried again.
+    def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
+        """A new drafter: its arms inherit, or are tried again.
 
         A new policy moves all arms a little; the window follows.
         """
         if changed is Target.DRAFTER:
+            gains = length_gains(arms, shift)
+            keep = self._settings.inherited_rounds if shift is not None else 0
             for group in self._groups.values():
-                group.forget(arms)
+                group.renew(gains, keep)
 
     def snapshot(self) -> Evidence:
         """Nothing: seconds of one engine's rounds say little of another's."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from paceline.errors import DataLoss, InvalidInput, Unavailable
 from paceline.messages import stats_from_proto
 from paceline.telemetry import span
+from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Delta, Message
@@ -196,7 +197,8 @@ class Call:
             prompt_ids=plan.new_ids,
             response_ids=tuple(chunk.token_ids),
             behavior_logprobs=tuple(chunk.behavior_logprobs),
-            version_spans=tuple(wire.spans_from(chunk.version_spans, shift=len(plan.prompt))),
+            version_spans=wire.spans_from(VersionSpan, chunk.version_spans, len(plan.prompt)),
+            draw_spans=wire.spans_from(DrawSpan, chunk.draw_spans, len(plan.prompt)),
             finish=FINISH_NAMES[chunk.finish_reason],
             seed=generation.request.sampling.seed,
             temperature=generation.request.sampling.temperature,

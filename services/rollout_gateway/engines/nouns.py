@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from paceline.errors import MissingCapability
-from paceline.trajectory import SpeculationStats, VersionSpan
+from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.sampling import Sampling
 
@@ -107,6 +107,7 @@ class Chunk:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # [n][k] (token id, log-prob)
     time_to_first_token_s: float = 0.0
     matched_stop: str = ""
+    draw_spans: tuple[DrawSpan, ...] = ()  # indices as in version_spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,3 +57,8 @@ class ModelSpec(ModelSettings, RunValues):
     """What drafts: "off" | "ngram" | a trained kind, fresh from the seed, as far as the engine has
     it | "package.module:KIND" (embedded) | directory of a drafter's checkpoint.
     """
+
+    @property
+    def number_format(self) -> str:
+        """What the policy computes with."""
+        return self.dtype

@@ -52,6 +52,8 @@ class Origin:
     run_id: str
     step: int
     session_id: str
+    group_id: str
+    temperature: float
     prompt_tokens: int
     token_ids: Sequence[int] = field(repr=False)  # prompt and response
 
@@ -155,6 +157,8 @@ class FeaturePublisher:
             run_id=origin.run_id,
             step=origin.step,
             session_id=origin.session_id,
+            group_id=origin.group_id,
+            temperature=origin.temperature,
             policy_version=version,
             lm_head_hash=self._head_hash(version),
             hidden=self._states("hidden", kept),

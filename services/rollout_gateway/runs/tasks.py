@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import Any
 
 from paceline.errors import InvalidInput
+from paceline.tasks import MAX_SAMPLES
 from paceline.telemetry import span
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -35,8 +36,14 @@ from rollout_gateway.runs.totals import Totals
 from rollout_gateway.sessions.samples import check_trainable
 from rollout_gateway.workers.metrics import describe_rounds
 
-MAX_SAMPLES = 65_536
 ANSWERS_REMEMBERED = 16_384
+
+
+def shares(samples: int, workers: int, *, together: bool) -> list[int]:
+    """The worker of each sample: equal shares, of neighbours or in turn."""
+    if together:
+        return [number * workers // samples for number in range(samples)]
+    return [number % workers for number in range(samples)]
 
 
 class TaskRuns:
@@ -112,13 +119,13 @@ class TaskRuns:
             check_trainable(wire.sampling_from(request.sampling))
 
     def _jobs(self, request: rpb.RunTasksRequest) -> list[Job]:
-        """Sample j of task i goes to worker (i * samples + j) mod workers: equal shares, the same
-        on every repeat.
-        """
-        size, workers = request.samples_per_task, self._gateway.router.count
+        """Every sample with its worker, the same on every repeat."""
+        size = request.samples_per_task
         settings = settings_digest(request)
+        together = self._gateway.config.siblings == "together"
+        places = shares(len(request.tasks) * size, self._gateway.router.count, together=together)
         return [
-            Job(request, task, sample, (index * size + sample) % workers, settings)
+            Job(request, task, sample, places[index * size + sample], settings)
             for index, task in enumerate(request.tasks)
             for sample in range(size)
         ]

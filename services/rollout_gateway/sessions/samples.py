@@ -98,6 +98,7 @@ def _trajectory(
         loss_mask=tuple(mask),
         behavior_logprobs=tuple(logprobs),
         version_spans=tuple(span for turn in line.trained for span in turn.version_spans),
+        draw_spans=tuple(span for turn in line.trained for span in turn.draw_spans),
         reward=reward,
         seed=last.seed,
         temperature=last.temperature,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from paceline.trajectory import SpeculationStats, VersionSpan
+from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
 from rollout_gateway.chat.messages import Message
 
 
@@ -27,6 +27,7 @@ class Turn:
     response_ids: tuple[int, ...]  # [R] what it said
     behavior_logprobs: tuple[float, ...]  # [R]
     version_spans: tuple[VersionSpan, ...]  # counted from the first token of the path
+    draw_spans: tuple[DrawSpan, ...]  # likewise
     finish: str  # "stop" | "length"
     seed: int
     temperature: float

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
 from paceline.tagged_json import to_object
-from paceline.trajectory import Trajectory
+from paceline.trajectory import DrawSpan, Trajectory, VersionSpan
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 
@@ -56,9 +57,8 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
         "prompt_ids": list(turn.prompt_ids),
         "response_ids": list(turn.response_ids),
         "behavior_logprobs": list(turn.behavior_logprobs),
-        "version_spans": [
-            [span.start, span.end, span.policy_version] for span in turn.version_spans
-        ],
+        "version_spans": _listed(turn.version_spans),
+        "draw_spans": _listed(turn.draw_spans),
         "finish_reason": turn.finish,
         "seed": turn.seed,
         "temperature": turn.temperature,
@@ -69,5 +69,9 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
 
 
 def _sample_json(sample: Trajectory) -> dict[str, Any]:
-    spans = [astuple(span) for span in sample.version_spans]
-    return to_object(sample) | {"version_spans": [list(span) for span in spans]}
+    spans = {name: _listed(getattr(sample, name)) for name in ("version_spans", "draw_spans")}
+    return to_object(sample) | spans
+
+
+def _listed(spans: Sequence[VersionSpan | DrawSpan]) -> list[list[Any]]:
+    return [list(astuple(span)) for span in spans]

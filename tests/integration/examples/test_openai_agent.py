@@ -49,6 +49,7 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
         assert done.returncode == 0, done.stdout + done.stderr + log.read_text()
         assert process.wait(timeout=patient(60)) == 0, log.read_text()
     assert done.stdout.startswith(f"{steps * tasks * samples} sessions, "), done.stdout
+    assert (tmp_path / "run/report.html").is_file()
     assert done.stdout.rstrip().endswith(" 0 failed")
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from pydantic import TypeAdapter
 
-from benchmarks.algorithms import ARMS, compare
-from benchmarks.demo_runs import DemoRun
-from coordinator.config import CoordinatorConfig
-from policy_trainer.algorithm_settings import AnyAlgorithm
+from benchmarks.algorithms import ARMS, LATE, compare, late_picture
+from benchmarks.demo_runs import DemoRun, two_digits
+from paceline.cli.plan import plan_run
 
 
 def run(seed: int, arm: str, last: float) -> DemoRun:
@@ -19,14 +15,8 @@ def run(seed: int, arm: str, last: float) -> DemoRun:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_is_a_configuration_that_its_services_take(arm: str) -> None:
-    given: dict[str, dict[str, Any]] = {"coordinator": {"tasks_path": "t"}, "policy_trainer": {}}
-    for setting in ARMS[arm]:
-        name, value = setting.split("=")
-        section, *_, key = name.split(".")
-        given[section][key] = value
-    CoordinatorConfig.model_validate(given["coordinator"]).check()
-    TypeAdapter(AnyAlgorithm).validate_python(given["policy_trainer"])
+def test_every_arm_is_a_configuration_that_a_run_takes(arm: str) -> None:
+    plan_run([two_digits()], ["gateway.engine.workers=2", *ARMS[arm]])
 
 
 def test_an_algorithm_is_judged_by_the_median_of_its_seeds() -> None:
@@ -40,3 +30,17 @@ def test_an_algorithm_is_judged_by_the_median_of_its_seeds() -> None:
     ]
     assert result.rows[0]["after"] == "0.800 0.600 0.900"
     assert result.rows[1]["wall s"] == 61.0
+
+
+def test_the_picture_of_late_tokens_has_a_line_for_each_run_and_each_arm_once_in_its_legend() -> (
+    None
+):
+    runs = [
+        DemoRun(seed, arm, {}, [{"reward_mean": 0.1 * n} for n in range(9)], None)
+        for seed in range(2)
+        for arm in LATE
+    ]
+    drawn = late_picture(runs)
+    assert drawn.count('class="line ') == 4
+    assert all(drawn.count(f">{arm}</text>") == 1 for arm in LATE)
+    assert "var(" not in drawn, "a picture of its own has no page that names its colours"

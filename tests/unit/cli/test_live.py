@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from paceline.cli.json_view import JsonView
 from paceline.cli.live import RunView, step_line
+from paceline.config import ServiceConfig
 from paceline.local.launch import ChildEvent
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
@@ -47,7 +51,7 @@ def shown(*, terminal: bool, width: int = 110) -> str:
     view = RunView("demo-0-1", 10, console)
     with view:
         view.event(ChildEvent("redis", "healthy", 1))
-        view.started()
+        view.started(ServiceConfig())
         view.event(ChildEvent("gateway", "started", 2))
         for step in (0, 2, 1):
             view.state.take_fact(finished(step))
@@ -71,7 +75,10 @@ def test_a_pipe_gets_plain_lines_alone() -> None:
     assert "gateway impaired: engine worker [1] died (pid 2)" in lines
     assert "gateway recovered: engine worker [1] (pid 2)" in lines
     assert not [line for line in lines if "gateway started" in line or "\x1b" in line]
-    assert len(lines) == 9
+    assert "everything serves" in lines[1]
+    assert lines[2].startswith("  paceline page ")
+    assert lines[3].startswith("  curl http://127.0.0.1:")
+    assert len(lines) == 11
 
 
 @pytest.mark.parametrize("width", [60, 110, 200])
@@ -123,3 +130,31 @@ def test_of_several_samples_a_step_shows_accuracy_and_the_widest_pass() -> None:
     told = {"accuracy": 0.5, "pass@2": 0.6, "pass@16": 0.9, "pass@4": 0.7, "accuracy_se": 0.01}
     line = step_line(record(4, evaluations=told), 10)
     assert line.endswith("held-out accuracy 0.500  pass@16 0.900")
+
+
+def test_a_program_gets_an_object_a_line_on_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = JsonView("demo-0-1", 10)
+    with view:
+        view.begin(Path("/runs/demo-0-1"), ["policy_trainer: 1 of 24 GiB"])
+        view.event(ChildEvent("redis", "healthy", 1))
+        view.started(ServiceConfig())
+        view.state.take_fact(finished(0))
+        view.state.take_fact(pb.Fact(services_away=pb.ServicesAway(services=["gateway"])))
+        view.say("writing the report")
+        view.line("a line [in brackets]")
+        view.failed("no memory")
+        view.again("paceline demo --resume demo-0-1")
+        view.refresh()
+    said, errors = capsys.readouterr()
+    assert errors == ""
+    objects = [json.loads(line) for line in said.splitlines()]
+    kinds = " ".join(one["kind"] for one in objects)
+    assert kinds == "run process serving step away phase line failed continue"
+    assert all(one["at"] > 1e9 for one in objects)
+    assert objects[0]["directory"] == "/runs/demo-0-1"
+    assert (objects[1]["name"], objects[1]["pid"]) == ("redis", 1)
+    assert objects[3]["reward_mean"] == 0.5
+    assert objects[4]["services"] == ["gateway"]
+    assert objects[6]["text"] == "a line [in brackets]"

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from paceline.cli.live import event_line
 from paceline.cli.main import app
-from paceline.cli.up import event_line
 from paceline.local.supervisor import ChildEvent
 
 HOSTILE = (

@@ -9,6 +9,7 @@ import pytest
 from coordinator.config import CoordinatorConfig
 from paceline.config import load_config
 from paceline.errors import ConfigError
+from paceline.tasks import MAX_SAMPLES
 
 
 def test_no_evaluation_is_made_without_held_out_tasks() -> None:
@@ -128,4 +129,19 @@ def test_open_traffic_has_no_tasks_to_draw_again() -> None:
         {"environment": "external", "reward": "agent", "dynamic_sampling_rounds": 1}
     )
     with pytest.raises(ConfigError, match="dynamic_sampling_rounds=1; allowed: 0, or tasks_path"):
+        config.check()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prompts_per_step": 8_192, "samples_per_task": 9},
+        {"evaluation": {"heldout_prompts": 8_193, "samples": 8}},
+    ],
+)
+def test_more_samples_than_one_call_may_ask_for_are_refused_before_the_run(
+    settings: dict[str, object],
+) -> None:
+    config = CoordinatorConfig.model_validate({"tasks_path": "t", **settings})
+    with pytest.raises(ConfigError, match=f"too many samples.*allowed: 1..{MAX_SAMPLES}"):
         config.check()

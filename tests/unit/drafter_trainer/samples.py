@@ -91,6 +91,7 @@ def batch(
         positions=np.arange(rows, dtype=np.int32),
         mask=(np.arange(rows) >= PROMPT).astype(np.uint8),
         versions=np.full(rows, version, dtype=np.int64),
+        temperature=0.0,
     )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
+from whole_tensors import whole_of
 
 from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn import sharing
@@ -80,7 +81,7 @@ def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tens
     if not learner.members.takes_part:
         return {}
     moments = {
-        f"exp_avg.{name}": moments["exp_avg"].full_tensor()
+        f"exp_avg.{name}": whole_of(moments["exp_avg"])
         for name, moments in learner.state()["optimizer"]["state"].items()
     }
     counters = torch.tensor(

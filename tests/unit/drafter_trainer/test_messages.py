@@ -12,7 +12,7 @@ from paceline.ranks.messages import Doing, Impaired, Save, Saved
 
 CONTENDER = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [
-    m.Activate(3, 1, 2, 0, "00-ab-cd-01", {"eagle:3_1_4": 1.5}),
+    m.Activate(3, 1, 2, 0, "00-ab-cd-01", [m.RoundCosts(5, 0.5, {"eagle:3_1_4": 1.5}, 1.25)]),
     m.Join(4, [0, 2]),
     m.SlotsJoined(4, 2, 2),
     m.Preempt(3),
@@ -36,7 +36,7 @@ EXAMPLES: list[m.Message] = [
         leaderboard=[CONTENDER],
         path="/candidates/drafter-5",
     ),
-    m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 44, {"stale_head": 2}),
+    m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 0.25, 44, {"stale_head": 2}),
     m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"], 4, True, [CONTENDER]),
     Saved(3, "/checkpoints/drafter", 44),
 ]

@@ -4,16 +4,14 @@ against.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
 import torch
-from memory_stream import MemoryStream
 from twin_kind import TwinNet
 from unit.drafter_trainer.samples import (
     HASH,
@@ -24,6 +22,7 @@ from unit.drafter_trainer.samples import (
     toy_policy,
     with_rejected,
 )
+from whole_tensors import whole_of
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
@@ -32,6 +31,8 @@ from drafter_trainer.learn.heads import PolicyHeads
 from drafter_trainer.learn.membership import on_cpu
 from drafter_trainer.learn.students import Students, initial_nets
 from drafter_trainer.link import TrainerLink
+from drafter_trainer.rows.sample import sample_from
+from drafter_trainer.rows.store import RowStore
 from drafter_trainer.trainer import DrafterTrainer
 from paceline.config import Config
 from paceline.errors import InvalidInput
@@ -40,17 +41,17 @@ from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.loading import read_drafter
-from paceline.streams import FeatureBatch, encode_features
+from paceline.streams import FeatureBatch
 
 EVERY = 4
 CONFIG = {
     "max_micro_batch_tokens": 32,  # the least: the size then does not depend on the machine's speed
     "data_wait_s": 0.0,
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
-    "buffer": {"heldout_every": EVERY},
+    "buffer": {"judged_every": EVERY},
 }
-# The toy policy draws its argmax, as at a temperature near 0.
-GATE = {"interval_steps": 1_000, "min_positions": 1, "temperature": 0.01}
+FRESH, LENGTH = 8, 24  # samples to judge by, and their tokens
+GATE = {"interval_steps": 1_000, "min_positions": FRESH * (LENGTH - PROMPT)}
 
 
 OTHER = SpeculatorKind(
@@ -86,6 +87,7 @@ class ScriptedParent:
         self.sent: list[m.Message] = []
         self.script: list[list[m.Message]] = []
         self.preempt_at = ""  # a decision that ends the activation
+        self.on_judged: Callable[[], None] = lambda: None
 
     def poll(self) -> bytes | None:
         if not self.script:
@@ -97,39 +99,39 @@ class ScriptedParent:
 
     def send(self, data: bytes) -> None:
         self.sent.append(message := m.MESSAGES.decode(data))
-        if isinstance(message, m.Judged) and message.decision == self.preempt_at:
-            self.script = [[m.Preempt(message.epoch)]]
+        if isinstance(message, m.Judged):
+            self.on_judged()
+            if message.decision == self.preempt_at:
+                self.script = [[m.Preempt(message.epoch)]]
 
 
 class Trainer:
-    """A trainer over a memory stream and a scripted parent."""
+    """A trainer over a scripted parent."""
 
     def __init__(
         self, directory: Path, *, gate: Mapping[str, object] | None = None, **config: object
     ) -> None:
-        self.parent, self.stream = ScriptedParent(), MemoryStream("features")
-        self.link = TrainerLink(self.parent, self.stream, TARGET)  # type: ignore[arg-type]
-        self.link.open_stream()
-        self.heads = PolicyHeads()
-        self.heads.add(toy_policy().policy_head())
+        self.parent = ScriptedParent()
         settings = DrafterTrainerConfig.model_validate(
             {**CONFIG, **config, "gate": {**GATE, **(gate or {})}}
         )
+        self.rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
+        self.rows.add_head(toy_policy().policy_head())
         self.candidates = Candidates(directory, TARGET)
         nets = [EagleNet(TARGET, seed=1), *initial_nets(settings, TARGET)[1:]]
         self.candidates.save(0, nets[0])
         self.students = Students(settings, nets, on_cpu(1))
         self.learner = self.students.primary.learner
-        self.trainer = DrafterTrainer(
-            settings, self.students, self.heads, self.link, self.candidates
-        )
+        link = TrainerLink(self.parent)  # type: ignore[arg-type]
+        self.trainer = DrafterTrainer(settings, self.students, self.rows, link, self.candidates)
 
     def feed(self, batches: Iterable[FeatureBatch]) -> None:
-        async def append() -> None:
-            for one in batches:
-                await self.stream.append(*encode_features(one))
+        self.rows.add([sample_from(one, TARGET) for one in batches])
 
-        asyncio.run(append())
+    def feed_always(self, batches: Sequence[FeatureBatch]) -> None:
+        """Rows to judge by, and the same again whenever they have judged."""
+        self.feed(batches)
+        self.parent.on_judged = lambda: self.feed(batches)
 
     def run(
         self, epoch: int, *, max_steps: int = 0, drafter: int = 0, until: str = ""
@@ -152,7 +154,7 @@ class Trainer:
         return {name: value.clone() for name, value in self.learner.snapshot().state_dict().items()}
 
 
-def heldout_rows(count: int = 8, length: int = 24, **batch_of: Any) -> list[FeatureBatch]:
+def fresh_rows(count: int = FRESH, length: int = LENGTH, **batch_of: Any) -> list[FeatureBatch]:
     names = sessions(count, heldout=True, every=EVERY)
     return [batch(length, 50 + i, session=name, **batch_of) for i, name in enumerate(names)]
 
@@ -184,7 +186,7 @@ def test_a_partial_gradient_outlives_a_preemption(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_rejected_rows_change_no_bit_of_what_is_trained_when_switched_off(tmp_path: Path) -> None:
-    buffer = {"heldout_every": EVERY, "rejected": False}
+    buffer = {"judged_every": EVERY, "rejected": False}
     without, beside = Trainer(tmp_path / "a"), Trainer(tmp_path / "b", buffer=buffer)
     rows = trained_rows()
     without.feed(rows)
@@ -207,7 +209,7 @@ def test_an_activation_ends_without_data_at_its_epochs_and_at_a_preemption_befor
     assert (waiting.reason, waiting.dropped) == ("no_data", {}), (
         "rows wait for a head that is on its way"
     )
-    trainer.heads.add(toy_policy().policy_head("ab" * 8, 7))
+    trainer.rows.add_head(toy_policy().policy_head("ab" * 8, 7))
     trainer.feed(trained_rows(5))
     done = trainer.run(3)
     positions = 8 * 22
@@ -218,7 +220,7 @@ def test_an_activation_ends_without_data_at_its_epochs_and_at_a_preemption_befor
     trainer.parent.script = [[m.Preempt(4)]]
     assert trainer.run(4) == m.Stopped(4, "preempted", total_steps=done.total_steps)
     for version in range(8, 12):
-        trainer.heads.add(toy_policy().policy_head(f"{version:016x}", version))
+        trainer.rows.add_head(toy_policy().policy_head(f"{version:016x}", version))
     assert trainer.run(5).dropped == {"stale_head": 8}
 
 
@@ -227,12 +229,13 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     tmp_path: Path,
 ) -> None:
     trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 5})
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     trainer.run(1, max_steps=60, until="promoted")
     judged = trainer.judged()
     assert [one.decision for one in judged] == ["kept"] * (len(judged) - 1) + ["promoted"]
     promoted = judged[-1]
-    assert (promoted.drafter_version, promoted.kind, promoted.temperature) == (1, "eagle", 0.01)
+    assert (promoted.drafter_version, promoted.kind, promoted.temperature) == (1, "eagle", 0.0)
     assert promoted.candidate - promoted.serving > promoted.noise
     assert promoted.candidate == pytest.approx(1 + sum(promoted.survival))
     assert np.cumprod(promoted.conditional) == pytest.approx(promoted.survival)
@@ -252,7 +255,7 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     (after,) = trainer.judged()
     assert after.drafter_version == 2
     assert after.serving == pytest.approx(promoted.candidate, abs=1e-9), (
-        "the same net on the same held-out rows"
+        "the same net on the same rows"
     )
     trainer.trainer.gate.on_serving(0)
     rolled_back = trainer.trainer.gate.serving.net.state_dict()
@@ -269,7 +272,8 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
 @pytest.mark.usefixtures("one_rank")
 def test_a_round_of_the_gate_begins_every_so_many_steps(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 5})
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     trainer.learn_at(1e-12)
     trainer.run(1, max_steps=16)
     assert [one.optimizer_steps for one in trainer.judged("kept")] == [5, 10, 15]
@@ -279,10 +283,13 @@ def test_a_round_of_the_gate_begins_every_so_many_steps(tmp_path: Path) -> None:
 def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(
     tmp_path: Path,
 ) -> None:
-    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1, "samples": 32})
-    trainer.feed(trained_rows() + heldout_rows(32, 60))
-    # Four micro-batches are one step; then the candidate is frozen; then come pieces of held-out
-    # rows.
+    trainer = Trainer(
+        tmp_path, max_epochs=1e6, gate={"interval_steps": 1, "min_positions": 32 * (60 - PROMPT)}
+    )
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows(32, 60))
+    # Four micro-batches are one step; then the candidate is frozen; then come pieces of
+    # fresh rows.
     trainer.parent.script = [[], [], [], [], [], [], [m.Preempt(1)]]
     stopped = trainer.run(1)
     assert (stopped.reason, stopped.micro_batches, stopped.steps) == ("preempted", 4, 1)
@@ -303,7 +310,8 @@ def test_shadows_learn_in_their_share_and_only_what_can_be_served_is_promoted(
         shadow_share=0.25,
         gate={"interval_steps": 12},
     )
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     stopped = trainer.run(1, max_steps=12)
     eagle, other = trainer.students
     assert (eagle.turns, other.turns) == (48, 15)
@@ -314,7 +322,7 @@ def test_shadows_learn_in_their_share_and_only_what_can_be_served_is_promoted(
     assert decision.kind == "eagle"
     assert {one.kind: (one.optimizer_steps, one.servable) for one in decision.leaderboard} == {
         "eagle": (12, True),
-        "other": (3, False),
+        "other": (4, False),  # a lease begins with a micro-batch, and this turn was the shadow's
     }
     kept = read_drafter(tmp_path / "speculator-other", TARGET)
     assert isinstance(kept, OtherNet)
@@ -330,7 +338,8 @@ def test_a_better_kind_that_can_be_served_takes_over_with_the_next_version(tmp_p
         servable=["eagle", "other"],
         gate={"interval_steps": 4},
     )
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     trainer.run(1, max_steps=20, until="promoted")
     (promoted,) = trainer.judged("promoted")
     assert (promoted.kind, promoted.drafter_version) == ("other", 1), "four times the steps"
@@ -352,14 +361,19 @@ def test_measured_costs_of_the_engine_decide_between_kinds(tmp_path: Path) -> No
         servable=["eagle", "other"],
         gate={"interval_steps": 4},
     )
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     costs = {"eagle:5_1_6": 1.5, "other:5_1_6": 6.0}
-    trainer.trainer.run_activation(m.Activate(1, 0, 0, 5, round_costs=costs))
+    measured = [m.RoundCosts(8, 1.0, costs, rival=1.0)]
+    trainer.trainer.run_activation(m.Activate(1, 0, 0, 5, round_costs=measured))
     assert trainer.judged()
     for one in trainer.judged():
         assert one.costs_measured
         assert {row.kind: row.speedup for row in one.leaderboard} == pytest.approx(
-            {row.kind: row.accept_length / costs[f"{row.kind}:5_1_6"] for row in one.leaderboard}
+            {
+                row.kind: max(1.0, row.accept_length / costs[f"{row.kind}:5_1_6"])
+                for row in one.leaderboard
+            }
         )
         assert one.kind == "eagle"
 
@@ -367,7 +381,8 @@ def test_measured_costs_of_the_engine_decide_between_kinds(tmp_path: Path) -> No
 @pytest.mark.usefixtures("one_rank")
 def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1})
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     trainer.run(1, until="promoted")
     (promoted,) = trainer.judged("promoted")
     trainer.learn_at(1e-12)
@@ -399,7 +414,8 @@ def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> N
 def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: Path) -> None:
     settings = {"interval_steps": 1, "freeze_after": 3, "freeze_gain": 10.0}
     trainer = Trainer(tmp_path, max_epochs=1e6, gate=settings)
-    trainer.feed(trained_rows() + heldout_rows())
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
     trainer.learn_at(1e-12)
     trainer.run(1, max_steps=5)
     assert len(trainer.judged("kept")) > 3
@@ -417,13 +433,13 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: 
 
     # The next policy's rows are the same: nothing drifted. Then come rows whose embedding it never
     # saw.
-    trainer.heads.add(toy_policy().policy_head("ab" * 8, 1))
-    trainer.feed(heldout_rows(version=1, head="ab" * 8))
+    trainer.rows.add_head(toy_policy().policy_head("ab" * 8, 1))
+    trainer.feed(fresh_rows(version=1, head="ab" * 8))
     assert trainer.run(6, drafter=2).reason == "frozen"
     assert not trainer.judged("reopened")
     moved = toy_policy().policy_head("cd" * 8, 2)
-    trainer.heads.add(dataclasses.replace(moved, embed_tokens=moved.embed_tokens.roll(1, 0)))
-    trainer.feed(heldout_rows(version=2, head="cd" * 8))
+    trainer.rows.add_head(dataclasses.replace(moved, embed_tokens=moved.embed_tokens.roll(1, 0)))
+    trainer.feed(fresh_rows(version=2, head="cd" * 8))
     assert trainer.run(7, max_steps=1, drafter=2).reason == "max_steps"
     (reopened,) = trainer.judged("reopened")
     assert (reopened.policy_version, reopened.drafter_version) == (2, 2)
@@ -437,13 +453,13 @@ def test_a_state_stays_as_it_was_and_resumes_exactly(tmp_path: Path) -> None:
     first.run(1, max_steps=3)
     state, then = first.trainer.state(), first.weights()
     taken = state["learner"]["optimizer"]["state"]["fc.weight"]
-    moments = {name: taken[name].full_tensor().clone() for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: whole_of(taken[name]).clone() for name in ("exp_avg", "exp_avg_sq")}
     first.run(2, max_steps=2)
     assert all(
-        torch.equal(state["learner"]["model"][name].full_tensor(), value)
+        torch.equal(whole_of(state["learner"]["model"][name]), value)
         for name, value in then.items()
     )
-    assert all(torch.equal(taken[name].full_tensor(), value) for name, value in moments.items())
+    assert all(torch.equal(whole_of(taken[name]), value) for name, value in moments.items())
     resumed = Trainer(tmp_path / "b")
     resumed.trainer.load_state(state)
     assert resumed.trainer.standing().total_steps == 3

@@ -85,6 +85,12 @@ def test_a_plan_counts_every_byte_of_a_rank() -> None:
     assert (few["weights"], few["gradients"], few["optimizer"]) == (share + 4_000, 4_000, 8_000)
     assert few["gathered"] == 4 * (2 * (152_064 * 3584) + 2 * layer + 2 * 8_000)
     assert "reference" not in few
+    small = policy_plan(moment=memory_plan.INT8, critic=True, reshard=True)
+    assert small.parts["optimizer"] == pytest.approx(2 * share * (1 + 4 / 256) / 4, abs=64)
+    assert small.parts["critic"] == pytest.approx(headless * (2 + (1 + 4 / 256) / 2), abs=64)
+    kept = small.parts["weights"] + small.parts["optimizer"]
+    assert small.stays == pytest.approx(kept + headless * (1 + (1 + 4 / 256) / 2), abs=64)
+    assert policy_plan(offload=True, critic=True, reference=True).stays == 0
     keys = memory_plan.embedded_plan(QWEN_7B, workers=1, slots=3, tokens=10, item=2, saver=False)
     assert keys.parts["keys and values"] == 2 * 3 * 10 * 28 * 2 * 4 * 128
 
@@ -156,6 +162,41 @@ def test_the_policy_has_a_rank_a_slot(
 def planned(*overrides: str) -> plan.Checked:
     model = f"gateway.model={DEMO / 'policy_start'}"
     return plan_run([DEMO / "demo.toml"], [model, "gateway.engine.workers=2", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("policy_trainer.device=cuda", "policy_trainer.device=cuda"),
+        ("drafter_trainer.device=cuda", "drafter_trainer.device=cuda"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_told_before_anything_starts(
+    setting: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    monkeypatch.setattr(plan, "_GPU_FILES", ())
+    with pytest.raises(ConfigError, match="has no GPU") as told:
+        planned(setting)
+    assert named in str(told.value)
+
+
+def test_a_gpu_without_its_tool_on_the_path_is_left_to_the_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    monkeypatch.setattr(plan, "_GPU_FILES", (str(tmp_path),))
+    assert planned("policy_trainer.device=cuda").lines
+
+
+def test_the_gateway_of_a_run_writes_trajectories_without_being_told(tmp_path: Path) -> None:
+    text = (DEMO / "demo.toml").read_text().replace("trajectories = true\n", "")
+    (tmp_path / "run.toml").write_text(text)
+    words = [f"gateway.model={DEMO / 'policy_start'}", "gateway.engine.workers=2"]
+    assert "gateway.trajectories=true" in plan_run([tmp_path / "run.toml"], words).overrides
+    assert "gateway.trajectories=true" not in planned().overrides
+    with pytest.raises(ConfigError, match="writes down"):
+        planned("gateway.trajectories=false")
 
 
 def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_has(

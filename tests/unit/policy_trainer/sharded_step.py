@@ -15,7 +15,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from paceline.config import OptimizerConfig
 from paceline.training.process import tensors_from_rank_zero
 from paceline.training.shards import local_of
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
@@ -23,7 +22,7 @@ from policy_trainer.algorithm_settings import CorrectionConfig, OwnConfig
 from policy_trainer.algorithms.base import SessionBatch
 from policy_trainer.algorithms.grpo import Grpo
 from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.loading import StartWeights
@@ -95,7 +94,7 @@ def main(model: Path, out: Path, broken: int) -> None:
         algorithm=REWARDED.model_copy(update={"correction": capped}) if broken >= 0 else REWARDED,
         tokens_per_micro_batch=192,
         row_tokens=64,
-        optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5),
+        optimizer=PolicyOptimizerConfig(lr=1e-3, clip_norm=0.5),
     )
     mesh = form_mesh(config)
     learner = build_learner(config, mesh)

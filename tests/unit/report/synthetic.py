@@ -61,10 +61,13 @@ def record(step: int, steps: int) -> dict[str, Any]:
         "drafter_slot_s": DRAFTER_S,
         "preempt_wait_s": PREEMPT_WAIT_S,
         "slot_s": SLOT_S,
+        "idle_s": {"hand_over": 0.75 * SLOT_S["idle"], "trainer_done": 0.25 * SLOT_S["idle"]},
         "tokens_hash": f"{step:016x}",
         "near_ties": step % 2,
         "finished_at_s": BEGAN_S,
         "trace_id": f"{step + 1:032x}",
+        "truncated_share": 0.1 * share,
+        "groups_solved": {"by_none": 4, "by_some": 8, "by_all": 4},
         "response_length_quantiles": [20 + step // 8, 60, 120 + (step * 7) % 80],
     }
 
@@ -149,7 +152,7 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
         step,
         "policy",
         epoch=epoch + 2,
-        details={"tokens": 2000, "steps": 1},
+        details={"tokens": 2000, "steps": 1, "first_step_s": 0.002},
         reason="preempted",
     )
     yield _entry(

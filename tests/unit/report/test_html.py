@@ -9,19 +9,18 @@ from itertools import pairwise
 import pytest
 
 from paceline.report.charts import (
-    Bar,
     Series,
     duration,
     line_chart,
     stacked_columns,
     ticks,
-    timeline,
 )
 from paceline.report.html import render
 from paceline.report.journal import RunHistory
 from paceline.report.sections import waterfall_rows
 from paceline.report.spans import SpanRecord, SpanReport
 from paceline.report.summary import summarize
+from paceline.report.timelines import Bar, timeline
 from paceline.streams import LedgerCount
 
 
@@ -57,7 +56,7 @@ def test_the_page_is_well_formed_and_has_every_section(
     parser = Balance()
     parser.feed(text)
     assert parser.open == []
-    assert parser.seen.count("svg") == 9 + 2 + 1  # charts, timelines, waterfall
+    assert parser.seen.count("svg") == 11 + 2 + 1  # charts, timelines, waterfall
     for title in (
         "Reward and held-out accuracy",
         "Parts of the reward",

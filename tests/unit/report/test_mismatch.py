@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from paceline.report.journal import RunHistory
 from paceline.report.mismatch import mismatch_sections
 from paceline.report.spans import SpanReport
@@ -16,17 +18,24 @@ def drawn(*policies: dict[str, float]) -> dict[str, str]:
 
 
 def test_a_step_that_did_not_measure_the_gap_leaves_one_in_its_line() -> None:
-    chart = drawn({"behavior_gap": 0.1}, {"loss": 1.0}, {"behavior_gap": 0.3})
+    chart = drawn(
+        {"behavior_gap": 0.1}, {"loss": 1.0}, {"behavior_gap": 0.3}, {"behavior_gap": 0.2}
+    )
     line = chart["Sampler against trainer"].split('class="line c0" d="')[1].split('"')[0]
     assert line.count("M") == 2
-    assert "L" not in line
+    assert line.count("L") == 1
 
 
 def test_each_kind_of_token_has_its_line() -> None:
-    names = ["lag=0", "lag=10", "drafted", "plain"]
-    chart = drawn({f"behavior_gap/{name}": 0.1 for name in names})["Gap by kind of token"]
-    for name in names:
-        assert f"</i>{name}</span>" in chart
+    charts = {
+        "Gap by age": ["lag=0", "lag=10"],
+        "Gap by arm": ["arm=off", "arm=eagle:5_1_6"],
+        "Gap by numbers": ["numbers=float32", "numbers=int8"],
+    }
+    every = {f"behavior_gap/{name}": 0.1 for names in charts.values() for name in names}
+    for title, names in charts.items():
+        legend = re.findall("</i>([^<]*)</span>", drawn(every)[title])
+        assert sorted(legend) == sorted(name.partition("=")[2] for name in names)
 
 
 def test_the_wait_for_the_batch_is_shown_beside_the_other_parts() -> None:

@@ -70,6 +70,11 @@ def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: S
     # slot 1 waits 0.05 s for the drafter's slot, both slots are free for 0.2 s at the end of a step
     assert summary["idle_slot_s"] == pytest.approx(30 * (0.05 + 2 * 0.2))
     assert sum(summary["slot_s"].values()) == pytest.approx(summary["slot_wall_s"])
+    assert summary["drafter_first_step_s"] == 0.002
+    assert summary["drafter_tokens_per_slot_s"] == pytest.approx(
+        summary["drafter_tokens"] / summary["drafter_train_slot_s"]
+    )
+    assert sum(summary["idle_s"].values()) == pytest.approx(summary["slot_s"]["idle"])
     assert summary["slot_s"]["generating"] == pytest.approx(30 * (1.2 + 1.9))
     assert summary["preempt_wait_share"] == pytest.approx(0.05 / 4.0)
     assert summary["drafter_steps_per_rl_step"] == pytest.approx(2.0)

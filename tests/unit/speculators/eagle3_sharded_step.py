@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import save_file
 from unit.speculators.eagle3_rows import document, packed, rough_net
+from whole_tensors import whole_of
 
 from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn.heads import PolicyHead
@@ -45,7 +46,7 @@ def main(out: Path) -> None:
     learner.load_state(learner.state())
     weights = learner.snapshot().state_dict()
     moments = {
-        f"exp_avg.{n}": one["exp_avg"].full_tensor()
+        f"exp_avg.{n}": whole_of(one["exp_avg"])
         for n, one in learner.state()["optimizer"]["state"].items()
     }
     if rank == 0:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from benchmarks.demo_runs import two_digits
 from examples.demo import gcd_chain
 from paceline.tasks import read_tasks
 
@@ -33,10 +34,11 @@ def test_any_text_decodes_back_exactly(text: str) -> None:
 
 
 def test_a_character_of_a_task_is_one_token_below_64_and_other_text_is_bytes() -> None:
+    family = gcd_chain.THREE_DIGITS
     text = (
-        gcd_chain.prompt(48, 36)
-        + gcd_chain.solution(48, 36, "subtract")
-        + gcd_chain.solution(48, 36, "remainder")
+        family.prompt(48, 36)
+        + family.solution(48, 36, "subtract")
+        + family.solution(48, 36, "remainder")
     )
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert len(ids) == len(text)
@@ -57,12 +59,16 @@ def test_a_user_message_renders_to_exactly_its_prompt() -> None:
     assert rendered == "48:36="
 
 
-def test_the_task_files_hold_their_split_of_the_family() -> None:
-    heldout, train = (
-        read_tasks(DEMO / "tasks_heldout.jsonl"),
-        read_tasks(DEMO / "tasks_train.jsonl"),
-    )
-    assert heldout == gcd_chain.sample_tasks(512, "heldout", seed=2)
-    assert train == gcd_chain.sample_tasks(len(train), "train", seed=1)
+@pytest.mark.parametrize(
+    ("folder", "family"),
+    [(DEMO, gcd_chain.THREE_DIGITS), (two_digits().parent, gcd_chain.TWO_DIGITS)],
+)
+def test_the_task_files_hold_their_split_of_the_family(
+    folder: Path, family: gcd_chain.Family
+) -> None:
+    heldout = read_tasks(folder / "tasks_heldout.jsonl")
+    train = read_tasks(folder / "tasks_train.jsonl")
+    assert heldout == family.sample_tasks(512, "heldout", seed=2)
+    assert train == family.sample_tasks(2000, "train", seed=1)
     unordered = {frozenset(task.prompt.rstrip("=").split(":")) for task in heldout}
     assert not unordered & {frozenset(task.prompt.rstrip("=").split(":")) for task in train}

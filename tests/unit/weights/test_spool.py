@@ -258,16 +258,17 @@ def test_a_part_of_the_serving_set_is_damaged_until_it_is_written_again(tmp_path
     assert again.damaged == frozenset()
 
 
-def test_a_config_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("document", ["config", "acceptance"])
+def test_a_document_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path, document: str) -> None:
     array = np.ones(4, dtype=np.float32)
-    config = '{"architectures": ["MLPSpeculator"], "name": "é"}'
-    metadata = {"config": config, "source": "test"}
+    text = '{"architectures": ["MLPSpeculator"], "name": "é"}'
+    metadata = {document: text, "source": "test"}
     manifest = build_manifest(D, 1, [from_numpy("w", array)], metadata=metadata)
     path = Spool(tmp_path).write(manifest, array.tobytes())
-    assert (path / "config.json").read_text(encoding="utf-8") == config
+    assert (path / f"{document}.json").read_text(encoding="utf-8") == text
     with safe_open(path / "model.safetensors", "np") as file:
         assert file.metadata().items() >= {"format": "pt", "source": "test"}.items()
-        assert "config" not in file.metadata()
+        assert document not in file.metadata()
     assert Spool(tmp_path).manifest(D, 1) == manifest
     assert names(Spool(tmp_path / "other").write(*version(D, 2))) == {
         "model.safetensors",

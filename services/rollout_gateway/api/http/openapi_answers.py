@@ -68,6 +68,7 @@ _TURN = fields(
     response_ids=listed(WHOLE),
     behavior_logprobs=listed(NUMBER),
     version_spans=listed(listed(WHOLE)),
+    draw_spans=listed(listed(ANY)),
     finish_reason=TEXT,
     message=optional(ANY),
     reward=optional(NUMBER),
@@ -85,7 +86,12 @@ ANSWERS: dict[str, Schema] = {
     "Error": fields(error=_ERROR),
     "AnthropicError": fields(type=constant("error"), error=fields(type=TEXT, message=TEXT)),
     "Health": fields(status={"enum": ["ok", "starting"]}, model=TEXT, workers=WHOLE),
-    "Model": fields(id=TEXT, object=constant("model"), created=WHOLE, owned_by=TEXT),
+    "Model": fields(
+        id=TEXT, object=constant("model"), created=WHOLE, owned_by=TEXT, max_model_len=WHOLE
+    ),
+    "Version": fields(version=TEXT),
+    "Tokens": fields(count=WHOLE, max_model_len=WHOLE, tokens=listed(WHOLE)),
+    "Text": fields(prompt=TEXT),
     "ModelList": fields(object=constant("list"), data=listed(_named("Model"))),
     "Completion": _choices("text_completion", text=TEXT),
     "ChatCompletion": _choices("chat.completion", message=_MESSAGE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as distribution_version
 from typing import Any
 
 from starlette.requests import Request
@@ -38,6 +39,12 @@ async def model(request: Request) -> Response:
     return JSONResponse(served)
 
 
+async def version(request: Request) -> Response:
+    """The version of Paceline."""
+    await caller_of(request)
+    return JSONResponse({"version": distribution_version("paceline")})
+
+
 async def metrics(request: Request) -> Response:
     """Every instrument of the process in Prometheus text format; workers are asked for what they
     know now.
@@ -48,5 +55,11 @@ async def metrics(request: Request) -> Response:
 
 
 def _model(request: Request) -> dict[str, Any]:
-    name = gateway_of(request).model
-    return {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
+    gateway = gateway_of(request)
+    return {
+        "id": gateway.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "paceline",
+        "max_model_len": gateway.router.ready.max_sequence_tokens,
+    }

@@ -16,6 +16,12 @@ from rollout_gateway.api.http.anthropic.counting import count_tokens
 from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
 from rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswers
 from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from rollout_gateway.api.http.openai.tokens import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+)
 from rollout_gateway.api.http.openapi_answers import FORM, Schema
 from rollout_gateway.api.http.responses import store
 from rollout_gateway.api.http.responses.answers import ResponsesAnswers
@@ -70,6 +76,9 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/models", operators.models, "The model that is served", "ModelList"),
     Operation("get", "/v1/models/{name}", operators.model, "One model", "Model"),
+    Operation("get", "/version", operators.version, "The version that answers", "Version"),
+    Operation("post", "/tokenize", tokenize, "Tokens of a text or chat", "Tokens", TokenizeBody),
+    Operation("post", "/detokenize", detokenize, "Text of tokens", "Text", DetokenizeBody),
     _speaks(
         "/v1/completions", "OpenAI's completions", "Completion", CompletionAnswers, CompletionBody
     ),

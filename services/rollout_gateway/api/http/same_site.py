@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.errors import InvalidInput
-from paceline.rpc import is_loopback
+from paceline.rpc import names_loopback
 from rollout_gateway.api.http import errors
 
 
@@ -40,9 +40,7 @@ class SameSite:
 def check_site(headers: Headers, *, loopback: bool) -> None:
     """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback or a foreign Origin."""
     host, origin = headers.get("host", ""), headers.get("origin")
-    address = host if ":" in host.rpartition("]")[2] else f"{host}:0"
-    # unix:80 is a machine called unix here, no socket of ours.
-    if loopback and (host.startswith("unix:") or not is_loopback(address)):
+    if loopback and not names_loopback(host):
         raise InvalidInput(
             "the Host header names another machine than this one",
             reason="NOT_ALLOWED",

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.trajectory import Target
+from paceline.speculators.shift import AcceptanceShift
 from rollout_gateway.bandits.base import RowFacts
-from rollout_gateway.bandits.cost_model.positions import lay_out
+from rollout_gateway.bandits.cost_model.positions import DraftSpan, lay_out
 from rollout_gateway.bandits.cost_model.rows import Counts, Flags, Floats, RowAcceptance
 from rollout_gateway.bandits.evidence import AcceptanceEvidence
 
@@ -190,30 +190,52 @@ class GroupAcceptance:
         self._stale_rows = self._stale_rounds = 0
         self._beliefs = [None] * len(self._beliefs)
 
-    def forget(self, arms: Set[str], changed: Target) -> None:
-        """New drafter: nothing is known of its positions.
-
-        New policy: what is known weighs little.
-        """
-        if changed is Target.POLICY:
-            self._cap(slice(None), POLICY_TRIALS)
-        else:
-            touched = {
-                span.family for arm in arms if (span := self._spans[self._index[arm]]) is not None
-            }
-            spans = [self._families[family] for family in sorted(touched)]
-            for span in spans:
-                self._trials[:, :, span.first : span.end] = self._accepted[
-                    :, :, span.first : span.end
-                ] = 0.0
-                self._pool[:, span.first : span.end] = 0.0
-                for seen in self._seen:
-                    seen[span.family] = 0
-            self._changed()
-            for span in spans:
-                self.rows.forget(span, self.beliefs(0).tokens)
-
+    def new_policy(self) -> None:
+        """What is known of all positions weighs little."""
+        self._cap(slice(None), POLICY_TRIALS)
         self._changed()
+
+    def new_drafter(self, arms: Set[str], shift: AcceptanceShift | None, rounds: int) -> None:
+        """Of these arms' positions nothing is known; with a shift what was known of the drafter
+        before it, shifted and worth so many rounds.
+        """
+        touched = {
+            span.family for arm in arms if (span := self._spans[self._index[arm]]) is not None
+        }
+        spans = [self._families[family] for family in sorted(touched)]
+        for span in spans:
+            if shift is not None and rounds:
+                self._inherit(span, shift, float(rounds))
+                continue
+            for known in (self._trials, self._accepted, self._pool):
+                known[..., span.first : span.end] = 0.0
+            for seen in self._seen:
+                seen[span.family] = 0
+        self._changed()
+        for span in spans:
+            self.rows.forget(span, self.beliefs(0).tokens)
+        self._changed()
+
+    def _inherit(self, span: DraftSpan, shift: AcceptanceShift, rounds: float) -> None:
+        """A group that has seen nothing believes the pool, and the pool what the trainer says."""
+        shifted = np.vectorize(shift.shifted, otypes=[np.float64])
+        drafts = np.arange(span.steps)
+        sizes = np.array(list(self._groups), dtype=np.float64)[:, None]  # rows of a round, at least
+        for trials, accepted, most in (
+            (self._trials, self._accepted, rounds * sizes),
+            (self._pool[1], self._pool[0], POOL_STRENGTH),
+        ):
+            trials = trials[..., span.first : span.end]
+            accepted = accepted[..., span.first : span.end]
+            chances = accepted / np.maximum(trials, 1e-9)
+            np.minimum(trials, most, out=trials)
+            accepted[:] = trials * shifted(np.broadcast_to(drafts, chances.shape), chances)
+        pool = self._pool[:, span.first : span.end]
+        lacking = np.maximum(POOL_STRENGTH - pool[1], 0.0)
+        pool[0] += lacking * [shift.chance(draft) for draft in range(span.steps)]
+        pool[1] += lacking
+        for seen in self._seen:
+            seen[span.family] = max(seen[span.family], TRIAL_ROWS)
 
     def snapshot(self) -> tuple[AcceptanceEvidence, ...]:
         """What this engine's rounds have shown."""

@@ -30,6 +30,7 @@ from collections.abc import Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     ArmChoice,
@@ -190,12 +191,15 @@ class CostModel(WindowedBandit):
         self._lengths.add(ended)
         self._ids = ids
 
-    def forget(self, arms: Set[str], changed: Target) -> None:
-        """Acceptance of these arms is not known any more (drafter) or less well (policy); seconds
-        stay.
+    def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
+        """Acceptance of these arms is shifted or not known any more (drafter), or known less well
+        (policy); seconds stay.
         """
-        super().forget(arms, changed)
-        self._acceptance.forget(arms, changed)
+        super().renew(arms, changed, shift)
+        if changed is Target.POLICY:
+            self._acceptance.new_policy()
+        else:
+            self._acceptance.new_drafter(arms, shift, self._settings.inherited_rounds)
 
     def snapshot(self) -> Evidence:
         """What this engine's own rounds have shown."""

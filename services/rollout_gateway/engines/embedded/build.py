@@ -53,7 +53,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
         speculation = Speculation(spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner))
         store = _store(spec, speculation, policy, capacity, inner, captured=sink is not None)
     freed = model_dir if spec.memory_saver else None
-    weights = EngineWeights(policy, speculation, load, freed)
+    weights = EngineWeights(policy, speculation, load, spec.number_format, freed)
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
         return EmbeddedEngine(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
@@ -30,7 +31,7 @@ from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.nouns import RoundSplit
 from rollout_gateway.engines.requests.draws import DrawTable
 from rollout_gateway.engines.requests.penalties import Penalties
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +188,15 @@ class Decoder:
         or limit).
         """
         trained = {row for part in one.parts if part.speculator.trainable for row in part.members}
+        origins = self._origins(one)
         drafted, levels = one.nodes.drafted.tolist(), one.nodes.levels.tolist()
         columns = (verdict.accepted, verdict.tokens, verdict.logprobs, verdict.gaps)
-        version, taken = self._weights.versions.policy, []
+        taken = []
         for row, (accepted, tokens, logprobs, gaps) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             sequence, end = one.rows[row], accepted + 1
-            count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], version)
+            count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], origins[row])
             sequence.count(drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
                 path = one.logits[_along(one, verdict)[row, :count]]
@@ -205,6 +207,15 @@ class Decoder:
             self.tokens_emitted += 0 if sequence.request.probe else count
 
         return taken
+
+    def _origins(self, one: Round) -> list[DrawnBy]:
+        """What draws the tokens of each row."""
+        version, numbers = self._weights.versions.policy, self._weights.number_format
+        origins = [DrawnBy(version, OFF, numbers)] * len(one.rows)
+        for part in one.parts:
+            for row in part.members:
+                origins[row] = DrawnBy(version, part.arm.name, numbers)
+        return origins
 
     def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
         """Tokens, states and cache of the accepted path, as if they had come one by one; rows to

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators.base import DraftBatch, Speculator, SpeculatorSetup
 from paceline.speculators.loading import build_drafter
+from paceline.speculators.shift import AcceptanceShift, read_shift
 from paceline.telemetry import get_logger
 from rollout_gateway.engines.embedded.kinds import Kinds
 from rollout_gateway.engines.nouns import Capability, missing
@@ -34,6 +35,8 @@ class DrafterVersion:
     """Who drafts with it."""
     state: object | None
     """For its commit_state; None: the speculator was built from the version."""
+    shift: AcceptanceShift | None = None
+    """What its trainer says of its drafts; None: nothing."""
 
 
 class Drafters:
@@ -82,9 +85,10 @@ class Drafters:
         Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
         """
         kind = self._kind_of(path)
-        if kind == self.serving:
-            return DrafterVersion(kind, self.live[kind], self.live[kind].load_state(path))
-        return self._beside(kind, path)
+        if kind != self.serving:
+            return self._beside(kind, path)
+        live = self.live[kind]
+        return DrafterVersion(kind, live, live.load_state(path), read_shift(path))
 
     def serve(self, version: DrafterVersion) -> None:
         """Draft with a version from now on."""

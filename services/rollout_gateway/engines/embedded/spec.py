@@ -60,3 +60,8 @@ class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     """
     rejected_rows: bool = False
     """Rows of rejected drafts as well, a few per request and round."""
+
+    @property
+    def number_format(self) -> str:
+        """What the policy computes with."""
+        return self.quantize or self.dtype

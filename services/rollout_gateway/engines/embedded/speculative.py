@@ -17,6 +17,7 @@ from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
+from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
@@ -206,17 +207,20 @@ class Speculation:
             if plan.single:
                 self.budget.spend(plan.single, laps["draft"] + laps["keep"])
 
-    def serve_drafter(self, version: DrafterVersion) -> None:
-        """Draft with a new version from the next round on; the bandit tries the arms of its kind
-        anew.
+    def serve_drafter(self, version: DrafterVersion, over: int) -> None:
+        """Draft with a new version in place of `over` from the next round on; the arms of its kind
+        inherit what is known of that one's, or are tried anew.
         """
+        same_kind = version.kind == self.drafters.serving
+        shift = shift_over(version.shift, over) if same_kind else None
         self.drafters.serve(version)
         self.served = self._served()
-        if self.budget is not None:
+        if self.budget is not None and shift is None:
             self.budget.forget(version.kind)
-        self.bandit.forget(
+        self.bandit.renew(
             {arm.name for arm in self.arms.values() if arm.speculator == version.kind},
             Target.DRAFTER,
+            shift,
         )
 
     def prime(self, costs: Sequence[CostSample]) -> None:
@@ -235,9 +239,7 @@ class Speculation:
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
         self.drafters.bind(target)
-        self.bandit.forget(
-            {arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY
-        )
+        self.bandit.renew({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 
 def _draft_batch(

@@ -26,6 +26,7 @@ class EngineWeights:
         policy: DecoderWeights,
         speculation: Speculation,
         load_policy: Callable[[Path], DecoderWeights],
+        number_format: str,
         directory: Path | None = None,
     ) -> None:
         """load_policy reads another version of the policy, as the engine serves it; `directory`:
@@ -34,6 +35,7 @@ class EngineWeights:
         self.policy = policy
         self._speculation = speculation
         self._load_policy = load_policy
+        self.number_format = number_format
         self._directory = directory
         self._released = False
         self._prepared: PreparedVersions[tuple[Path, DecoderWeights | DrafterVersion]] = (
@@ -74,7 +76,7 @@ class EngineWeights:
                 self.policy, self._directory = new, self._directory and path
                 self._speculation.bind(new)
             else:
-                self._speculation.serve_drafter(new)
+                self._speculation.serve_drafter(new, over=self.versions.drafter)
         self._prepared.serve(versions)
         if self._released:
             self.release()

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from paceline.trajectory import SpeculationStats, VersionSpan
+from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
 from rollout_gateway.engines.nouns import Chunk, Finish, Request
 
 BYTES_PER_CHARACTER = 4
 WINDOW_SLACK = 8
+
+
+class DrawnBy(NamedTuple):
+    """What drew a token."""
+
+    policy_version: int
+    arm: str
+    number_format: str
 
 
 class StopText:
@@ -45,7 +55,8 @@ class RunningSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    # first response token of what drew it and those behind, up to the next
+    origins: list[tuple[int, DrawnBy]] = field(default_factory=list)
     copied: int = 0  # prompt tokens whose cache came from another sequence
     stale: bool = False  # some of what is cached was computed under an earlier policy
     told: int = 0  # response tokens already reported
@@ -70,7 +81,7 @@ class RunningSequence:
         return self.length - 1 - self.cached
 
     def take(
-        self, tokens: list[int], logprobs: list[float], gaps: list[float], version: int
+        self, tokens: list[int], logprobs: list[float], gaps: list[float], origin: DrawnBy
     ) -> int:
         """Append a round's tokens up to the first end condition; returns how many were taken."""
         if not self.tokens:
@@ -85,7 +96,8 @@ class RunningSequence:
                 break
         self.length += taken
         self.cached = self.length - 1
-        self._extend_span(taken, version)
+        if not self.origins or self.origins[-1][1] != origin:
+            self.origins.append((len(self.tokens) - taken, origin))
         return taken
 
     def _ended(self, token: int) -> bool:
@@ -96,13 +108,6 @@ class RunningSequence:
         elif len(self.tokens) >= self.token_limit:
             self.finish = Finish.LENGTH
         return self.finish is not None
-
-    def _extend_span(self, taken: int, version: int) -> None:
-        end = len(self.tokens)
-        if self.spans and self.spans[-1].policy_version == version:
-            self.spans[-1] = VersionSpan(self.spans[-1].start, end, version)
-        else:
-            self.spans.append(VersionSpan(end - taken, end, version))
 
     def count(
         self, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False
@@ -138,16 +143,13 @@ class RunningSequence:
     def chunk(self) -> Chunk:
         """News since the last chunk."""
         told, self.told = self.told, len(self.tokens)
-        ended = self.finish is not None
+        ended, drawn = self.finish is not None, self._drawn(told)
         return Chunk(
             request_id=self.request.request_id,
             token_ids=tuple(self.tokens[told:]),
             behavior_logprobs=tuple(self.logprobs[told:]),
-            version_spans=tuple(
-                VersionSpan(max(span.start, told), span.end, span.policy_version)
-                for span in self.spans
-                if span.end > told
-            ),
+            version_spans=merged(VersionSpan(*at, one.policy_version) for at, one in drawn),
+            draw_spans=merged(DrawSpan(*at, one.arm, one.number_format) for at, one in drawn),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),
@@ -157,6 +159,15 @@ class RunningSequence:
             time_to_first_token_s=self.first_token_s,
             matched_stop=self.matched_stop,
         )
+
+    def _drawn(self, told: int) -> list[tuple[tuple[int, int], DrawnBy]]:
+        """(start, end) of the tokens from `told` on, and what drew them."""
+        bounds = [*(start for start, _ in self.origins), len(self.tokens)]
+        return [
+            ((max(start, told), end), origin)
+            for (start, end), (_, origin) in zip(pairwise(bounds), self.origins, strict=True)
+            if end > told
+        ]
 
     @property
     def speculation(self) -> SpeculationStats:

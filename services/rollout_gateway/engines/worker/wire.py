@@ -10,8 +10,14 @@ from typing import Any, TypeVar
 
 from paceline import errors
 from paceline.errors import InvalidInput
-from paceline.messages import shared_fields, stats_to_proto, to_message, versions_to_proto
-from paceline.trajectory import Target, VersionSet, VersionSpan
+from paceline.messages import (
+    from_message,
+    shared_fields,
+    stats_to_proto,
+    to_message,
+    versions_to_proto,
+)
+from paceline.trajectory import Span, Target, VersionSet, merged
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.nouns import (
@@ -83,16 +89,12 @@ def rows_from(message: pb.WorkerReady) -> RowLayout:
     return RowLayout(message.row_width, message.row_layers, message.row_convention)
 
 
-def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[VersionSpan, ...]:
-    """Spans moved by `shift` tokens; neighbours of one version become one."""
-    merged: list[VersionSpan] = []
-    for span in messages:
-        start, end = span.start + shift, span.end + shift
-        if merged and merged[-1].policy_version == span.policy_version and merged[-1].end == start:
-            merged[-1] = VersionSpan(merged[-1].start, end, span.policy_version)
-        else:
-            merged.append(VersionSpan(start, end, span.policy_version))
-    return tuple(merged)
+def spans_from(kind: type[Span], messages: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
+    """Spans moved by `shift` tokens; neighbours that are alike become one."""
+    found = [from_message(kind, one) for one in messages]
+    return merged(
+        dataclasses.replace(one, start=one.start + shift, end=one.end + shift) for one in found
+    )
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
@@ -155,6 +157,7 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         token_ids=chunk.token_ids,
         behavior_logprobs=chunk.behavior_logprobs,
         version_spans=[to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
+        draw_spans=[to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
         top_logprobs=[
             pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
             for row in chunk.top_logprobs

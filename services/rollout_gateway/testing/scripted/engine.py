@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
+from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.bandits.base import RoundOutcome, Situation
@@ -43,6 +44,7 @@ from rollout_gateway.engines.requests.memory import (
     check_held,
     check_idle,
 )
+from rollout_gateway.engines.requests.sequence import DrawnBy
 from rollout_gateway.engines.requests.versions import PreparedVersions
 from rollout_gateway.testing.scripted.costs import cost_samples, drafts_of, round_cost
 from rollout_gateway.testing.scripted.replies import Script
@@ -70,7 +72,7 @@ class ScriptedEngine:
         )
         self._waiting: list[ScriptedRun] = []
         self._running: list[ScriptedRun] = []
-        self._prepared: PreparedVersions[None] = PreparedVersions()
+        self._prepared: PreparedVersions[AcceptanceShift | None] = PreparedVersions()
         self._memory = scripted_memory(spec)
         self._paused = False
         self._forced = ""
@@ -175,17 +177,17 @@ class ScriptedEngine:
     def prepare_weights(self, target: Target, version: int, path: Path) -> None:
         if not path.is_dir():
             raise WeightsError("no such version in the spool", seen=path)
-        self._prepared.put(target, version, None)
+        self._prepared.put(target, version, read_shift(path))
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         changes, before = self._prepared.changes(versions), self.versions
         self._prepared.serve(versions)
-        for target in changes:
+        for target, shift in changes.items():
             self._prepared.put(target, getattr(before, target), None)  # it may serve again
             # The trainable drafter is the EAGLE one.
             drafter = "eagle" if target is Target.DRAFTER else ""
             arms = {arm for arm in self._spec.arms if arm != OFF and arm.startswith(drafter)}
-            self._bandit.forget(arms, target)
+            self._bandit.renew(arms, target, shift_over(shift, before.drafter))
         return self._apply(mode) if Target.POLICY in changes else []
 
     def abort_weights(self, target: Target, version: int) -> None:
@@ -245,7 +247,7 @@ class ScriptedEngine:
     def _emit(self, run: ScriptedRun, arm: str) -> int:
         policy = self.versions.policy
         nan = policy in self._spec.nan_policies
-        return run.emit(self._wanted(run, arm), policy, nan=nan)
+        return run.emit(self._wanted(run, arm), DrawnBy(policy, arm, "scripted"), nan=nan)
 
     def _wanted(self, run: ScriptedRun, arm: str) -> int:
         """Tokens of this round: the reply's own pace, else what the arm accepts."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_gateway.engines.nouns import Finish, Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from rollout_gateway.testing.scripted.replies import ScriptedAnswer
 from rollout_gateway.testing.scripted.script import scripted_logprob
 
@@ -29,8 +29,8 @@ class ScriptedRun:
         """What was asked."""
         return self.sequence.request
 
-    def emit(self, wanted: int, version: int, *, nan: bool = False) -> int:
-        """At most so many further tokens under a policy version; returns how many. nan: with
+    def emit(self, wanted: int, origin: DrawnBy, *, nan: bool = False) -> int:
+        """At most so many further tokens; returns how many. nan: with
         log-probs that are none.
 
         A response that must go on after its end starts again.
@@ -42,7 +42,7 @@ class ScriptedRun:
         logprobs = [
             math.nan if nan or one == self.nan_token else scripted_logprob(one) for one in tokens
         ]
-        taken = sequence.take(tokens, logprobs, [1.0] * count, version)
+        taken = sequence.take(tokens, logprobs, [1.0] * count, origin)
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]
         if sequence.finish is None and not endless and len(sequence.tokens) == len(script):

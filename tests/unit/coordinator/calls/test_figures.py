@@ -26,7 +26,7 @@ from paceline.v1.rollout_pb2 import (
     TasksFinished,
     TaskSpec,
 )
-from paceline.v1.trajectory_pb2 import Reward, SpeculationStats
+from paceline.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Reward, SpeculationStats
 
 
 def sample(group: str, index: int, **values: object) -> SampleFinished:
@@ -61,7 +61,7 @@ def test_sessions_of_open_traffic_are_kept_apart_and_in_one_order() -> None:
 
 
 def test_a_step_without_samples_has_figures() -> None:
-    figures = rollout_figures([], TasksFinished())
+    figures = rollout_figures([], TasksFinished(), 0.5)
     assert (figures["samples"], figures["reward_mean"], figures["length_quantiles"]) == (
         0,
         0.0,
@@ -86,6 +86,7 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
         TasksFinished(
             scored=2, unscored=1, response_tokens=18, speculation=stats, closed_groups=closed
         ),
+        0.5,
     )
     assert figures["reward_mean"] == 0.5
     assert figures["accept_length"] == 2.5
@@ -96,12 +97,32 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
     assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]
 
 
+def test_groups_are_counted_by_who_of_their_scored_samples_solved_the_task() -> None:
+    rewards = {"none": (0.0, 0.5), "some": (0.0, 1.0), "all": (0.75, 1.0), "also": (1.0,)}
+    ended = [
+        sample(group, index, reward=Reward(value=value))
+        for group, values in rewards.items()
+        for index, value in enumerate(values)
+    ]
+    figures = rollout_figures([*ended, sample("unscored", 0)], TasksFinished(), 0.5)
+    assert figures["groups_solved"] == {"by_none": 1, "by_some": 1, "by_all": 2}
+
+
+def test_the_truncated_share_is_that_of_samples_ended_by_their_limit() -> None:
+    ended = [
+        sample("a", 0, finish_reason=FINISH_REASON_LENGTH),
+        *(sample("a", n) for n in (1, 2, 3)),
+    ]
+    assert rollout_figures(ended, TasksFinished(), 0.5)["truncated_share"] == 0.25
+    assert rollout_figures([], TasksFinished(), 0.5)["truncated_share"] == 0.0
+
+
 def test_each_part_of_a_mixture_has_its_mean_over_the_samples_that_have_it() -> None:
     parts = ({"format": 1.0, "math": 1.0}, {"format": 0.5}, {})
     ended = [sample("a", i, reward=Reward(parts=one)) for i, one in enumerate(parts)]
-    figures = rollout_figures([*ended, sample("a", 3)], TasksFinished())
+    figures = rollout_figures([*ended, sample("a", 3)], TasksFinished(), 0.5)
     assert figures["reward_parts"] == {"format": 0.75, "math": 1.0}
-    assert rollout_figures([], TasksFinished())["reward_parts"] == {}
+    assert rollout_figures([], TasksFinished(), 0.5)["reward_parts"] == {}
 
 
 @pytest.mark.parametrize(
@@ -136,17 +157,24 @@ def arm(name: str, group: int, pulls: int, tokens_per_s: float, length: float) -
     )
 
 
-def test_a_round_costs_its_tokens_by_their_rate_relative_to_plain_decoding() -> None:
+def test_rounds_cost_their_tokens_by_their_rate_relative_to_plain_decoding_in_each_group() -> None:
     arms = [
-        arm("off", 1, 10, 100.0, 1.0),
-        arm("eagle:3_1_4", 1, 30, 200.0, 3.0),  # 15 ms against 10 ms
-        arm("off", 5, 10, 400.0, 1.0),
-        arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 5 ms against 2.5 ms
+        arm("off", 1, 10, 100.0, 1.0),  # 10 rounds of 10 ms
+        arm("eagle:3_1_4", 1, 30, 200.0, 3.0),  # 30 of 15 ms
+        arm("ngram:4_1_5", 1, 5, 125.0, 1.5),  # 5 of 12 ms
+        arm("off", 5, 10, 400.0, 1.0),  # of 5 rows: 10 of 12.5 ms
+        arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 10 of 25 ms
         arm("eagle:3_1_4", 21, 99, 500.0, 2.5),  # nothing to compare with
-        arm("ngram:4_1_5", 1, 0, 0.0, 0.0),
+        arm("ngram:4_1_5", 5, 0, 0.0, 0.0),
     ]
-    assert round_costs(arms) == pytest.approx({"eagle:3_1_4": (30 * 1.5 + 10 * 2.0) / 40})
-    assert round_costs([]) == round_costs(arms[1:2]) == {}
+    one, five = round_costs(arms)
+    assert (one.batch_group, five.batch_group) == (1, 5)
+    assert dict(one.costs) == pytest.approx({"eagle:3_1_4": 1.5, "ngram:4_1_5": 1.2})
+    assert dict(five.costs) == pytest.approx({"eagle:3_1_4": 2.0})
+    assert (one.rival, five.rival) == pytest.approx((1.25, 1.0)), "the best that is not trained"
+    seconds = (0.1 + 0.45 + 0.06, 0.125 + 0.25)
+    assert (one.share, five.share) == pytest.approx([part / sum(seconds) for part in seconds])
+    assert round_costs([]) == round_costs(arms[1:2]) == []
 
 
 def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:

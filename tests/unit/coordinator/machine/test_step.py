@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.machine import commands, events
 from coordinator.machine.decision import Decision
+from coordinator.machine.drafter import FROZEN, captured
 from coordinator.machine.moves import free_slots, lease_slots, move_workers
 from coordinator.machine.settings import RunSettings
 from coordinator.machine.slots import (
@@ -44,6 +45,7 @@ WORKER_TABLE = {
     ("released", "StepBegan"): "generating",
     ("generating", "Suspended"): "suspended",
     ("suspended", "Resumed"): "generating",
+    ("completed", "PolicyStepped"): "released",
     ("completed", "Committed"): "released",
     ("suspended", "ShareDone"): "released",
 }
@@ -65,15 +67,15 @@ def begun(settings: RunSettings = TWO) -> State:
     return run(State(), events.RunStarted(0, settings, VersionSet()), events.StepBegan(1, 0))[0]
 
 
-def training() -> State:
+def training(settings: RunSettings = TWO) -> State:
     """Worker 0 has released its slot to the drafter, worker 1 generates."""
-    state = begun()
+    state = begun(settings)
     return step(state, events.ShareDone(2, state.rollouts.epoch, 0))[0]
 
 
-def in_policy() -> State:
+def in_policy(settings: RunSettings = TWO) -> State:
     """The policy trains."""
-    state = training()
+    state = training(settings)
     state = step(state, events.TasksFinished(3, state.rollouts.epoch))[0]
     return step(state, events.Preempted(4, state.lease_epoch))[0]
 
@@ -245,6 +247,32 @@ def test_the_drafter_trains_only_in_every_nth_step() -> None:
     assert step(even, events.ShareDone(2, 1, 0))[1] != ()
 
 
+def test_a_frozen_drafter_rests_for_some_steps_and_no_row_is_captured_for_it() -> None:
+    state = training()
+    state = replace(state, settings=replace(state.settings, frozen_interval_steps=3))
+    state, _ = step(state, events.Detached(3, state.lease_epoch, FROZEN))
+    looks = []
+    for number in range(5):
+        begins = begun(state.settings)
+        begins = replace(
+            begins,
+            learner=LearnerTrack(step=number),
+            drafter_rests_until=state.drafter_rests_until,
+        )
+        leased = step(begins, events.ShareDone(2, 1, 0))[1] != ()
+        assert captured(state, number) == leased
+        looks.append(leased)
+    assert looks == [False, False, False, True, True]
+
+
+def test_the_tasks_of_a_step_say_whether_rows_are_captured() -> None:
+    started, _ = step(State(), events.RunStarted(0, TWO, VersionSet()))
+    _, issued = step(started, events.StepBegan(1, 0))
+    assert [one.capture for one in issued if isinstance(one, commands.RunTasks)] == [True]
+    _, issued = step(replace(started, drafter_rests_until=1), events.StepBegan(1, 0))
+    assert [one.capture for one in issued if isinstance(one, commands.RunTasks)] == [False]
+
+
 def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
     settings = replace(TWO, workers=4, min_workers_for_training=2, max_drafter_slots=2)
     state, issued = run(begun(settings), events.ShareDone(2, 1, 3), events.ShareDone(3, 1, 1))
@@ -403,6 +431,30 @@ def test_slots_are_free_while_the_policy_is_pushed() -> None:
     state = in_policy()
     state = step(state, events.PolicyStepped(5, state.learner.epoch, 1))[0]
     assert {slot.holder for slot in state.slots} == {Holder.NONE}
+
+
+PUSHING = replace(TWO, train_during_push=True)
+
+
+def test_a_drafter_that_has_trained_in_the_rollouts_trains_again_during_the_push() -> None:
+    state = in_policy(PUSHING)
+    state = step(state, events.PolicyStepped(5, state.learner.epoch, 1))[0]
+    assert state.lease is not None
+    assert tuple(state.workers) == (WorkerState.TRAINING, WorkerState.RELEASED)
+    state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
+    assert issued == (
+        commands.Commit(0, state.epoch, VersionSet(1, 1, 0), leased=(0,)),
+        commands.PreemptDrafter(0, state.lease_epoch, 2.0),
+    )
+
+
+def test_a_drafter_on_all_slots_during_the_push_leaves_before_the_commit() -> None:
+    state = in_policy(replace(PUSHING, max_drafter_slots=2))
+    state = step(state, events.PolicyStepped(5, state.learner.epoch, 1))[0]
+    state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 2.0),)
+    state, issued = step(state, events.Preempted(7, state.lease_epoch))
+    assert issued == (commands.Commit(0, state.epoch, VersionSet(1, 1, 0)),)
 
 
 def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq() -> None:

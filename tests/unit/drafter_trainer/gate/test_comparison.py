@@ -11,17 +11,22 @@ import numpy.typing as npt
 import pytest
 
 from drafter_trainer.config import GateConfig
-from drafter_trainer.gate.comparison import Chain, RoundCosts, conditional, judge
+from drafter_trainer.gate.comparison import Chain, MeasuredCosts, SizeGroup, judge
+from drafter_trainer.messages import RoundCosts
+from paceline.speculators.shift import conditional
 
 FREE = dict.fromkeys(range(1, 6), 1.0)
 
 
 def chain(
-    counts: npt.ArrayLike, kind: str = "eagle", costs: dict[int, float] | None = None
+    counts: npt.ArrayLike,
+    kind: str = "eagle",
+    costs: dict[int, float] | None = None,
+    *rest: SizeGroup,
 ) -> Chain:
     """Accepted drafts [N] of at most 5 as their survivals."""
     accepted = (np.asarray(counts)[:, None] > np.arange(5)).astype(np.float64)
-    return Chain(kind, accepted, costs or FREE)
+    return Chain(kind, accepted, rest or [SizeGroup(1.0, costs or FREE)])
 
 
 def test_length_counts_the_bonus_token_and_the_difference_is_paired() -> None:
@@ -80,27 +85,64 @@ def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
     assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((1.6, 4 / 1.3))
     assert not verdict.better
     assert judge(short, long, documents).better
-    same = Chain("lstm", long.accepted, dear)
-    assert judge(same, short, documents).better, "within a kind length alone decides"
+
+
+def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_makes_nothing_faster() -> None:
+    documents = np.arange(50) // 5
+    costs = {1: 1.2, 3: 1.5}
+    for rival, better in ((1.0, True), (2.0, True), (2.7, False)):
+        long, short = (
+            chain(np.full(50, count), "eagle", None, SizeGroup(1.0, costs, rival))
+            for count in (3, 1)
+        )
+        verdict = judge(long, short, documents)
+        assert verdict.better == better
+        assert verdict.candidate_speedup == pytest.approx(max(4 / 1.5, rival))
+        assert verdict.serving_speedup == pytest.approx(max(2 / 1.2, rival))
+        assert verdict.gain == pytest.approx((4 / 1.5) / (2 / 1.2) - 1), "of the drafters alone"
+
+
+def test_speeds_of_batch_sizes_count_by_the_seconds_spent_in_them() -> None:
+    few = SizeGroup(0.25, {1: 1.0, 3: 1.5}, rival=1.1)
+    many = SizeGroup(0.75, {1: 2.0, 3: 5.0}, rival=1.3)
+    one = chain(np.full(50, 3), "eagle", None, few, many)
+    verdict = judge(one, one, np.arange(50) // 5)
+    assert verdict.candidate_speedup == pytest.approx(0.25 * 4 / 1.5 + 0.75 * 1.3)
+
+
+def test_a_difference_far_beyond_the_noise_is_decided_before_the_rest_is_measured() -> None:
+    draw, documents = np.random.default_rng(2), np.arange(60) // 6
+    low = draw.integers(0, 3, 60)
+    assert not judge(chain(low + 2), chain(low), 0 * documents).decided, "no noise is known"
+    noisy = low + draw.integers(1, 4, 60)
+    assert judge(chain(noisy), chain(low), documents).decided
+    alike = low + draw.integers(-1, 2, 60)
+    assert not judge(chain(alike), chain(low), documents).decided
 
 
 def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:
     settings = GateConfig(
         draft_steps=4, verify_cost=0.125, draft_cost={"lstm": 0.0625}, other_draft_cost=0.25
     )
-    costs = RoundCosts(settings)
-    assert costs.table(["lstm"]) == ({"lstm": {1: 1.1875, 2: 1.375, 3: 1.5625, 4: 1.75}}, False)
-    costs.take(
-        {
-            "eagle:3_1_4": 1.5,
-            "eagle:2_4_8": 9.0,
-            "eagle:9_1_10": 2.0,
-            "off": 1.0,
-            "eagle:1_1_2": 0.0,
-        }
+    table = MeasuredCosts(settings)
+    configured = [SizeGroup(1.0, {1: 1.1875, 2: 1.375, 3: 1.5625, 4: 1.75})]
+    assert table.size_groups(["lstm"]) == ({"lstm": configured}, False)
+    costs = {"eagle:3_1_4": 1.5, "eagle:2_4_8": 9.0, "eagle:9_1_10": 2.0, "eagle:1_1_2": 0.0}
+    table.take(
+        [
+            RoundCosts(1, 0.2, costs, 1.25),
+            RoundCosts(5, 0.3, {"ngram:3_1_4": 1.1}, 1.1),
+            RoundCosts(21, 0.2, {"eagle:4_1_5": 3.0, "lstm:2_1_3": 1.5}, 1.0),
+        ]
     )
-    assert costs.table(["eagle"]) == ({"eagle": {3: 1.5}}, True)
-    table, measured = costs.table(["eagle", "lstm"])
-    assert (table["eagle"][2], measured) == (1.75, False), (
+    eagle = [SizeGroup(0.5, {3: 1.5}, 1.25), SizeGroup(0.5, {4: 3.0}, 1.0)]
+    assert table.size_groups(["eagle"]) == ({"eagle": eagle}, True), "shares of what is known"
+    both, measured = table.size_groups(["eagle", "lstm"])
+    assert measured
+    assert both["lstm"] == [SizeGroup(1.0, {2: 1.5}, 1.0)], "where both are measured"
+    table.take([])
+    assert table.size_groups(["eagle"])[1], "nothing new leaves what is known"
+    found, measured = table.size_groups(["eagle", "mlp"])
+    assert (found["eagle"][0].costs[2], measured) == (1.75, False), (
         "measured and configured costs do not compare"
     )

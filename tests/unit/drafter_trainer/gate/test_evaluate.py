@@ -83,7 +83,7 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
         nets,
         samples,
         {HASH: toy_policy().policy_head()},
-        GateConfig(draft_steps=STEPS, temperature=1e-4),
+        GateConfig(draft_steps=STEPS),
         512,
     )
     pieces = 0
@@ -113,7 +113,10 @@ def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> No
         HASH: policy.policy_head(),
         other: PolicyHead(other, 1, policy.embed.flip(0), policy.head.flip(0)),
     }
-    samples = [sample(20, 0), sample(24, 1, head=other)]
+    samples = [
+        dataclasses.replace(one, temperature=1.0)
+        for one in (sample(20, 0), sample(24, 1, head=other))
+    ]
     net, alone = rough_net(3), []
     for one in samples:
         row, head = pack([one], window=512), heads[one.lm_head_hash]

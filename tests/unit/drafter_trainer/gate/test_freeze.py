@@ -20,7 +20,7 @@ def judgement(gain: float, *, serving: float = 3.0, noise: float = 0.2) -> Judge
         serving_noise=noise,
         survival=(0.5,),
         serving_survival=(0.5,),
-        same_kind=True,
+        gain=gain,
     )
 
 

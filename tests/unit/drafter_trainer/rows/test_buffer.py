@@ -34,12 +34,12 @@ def buffer(
     *,
     samples: int = 100,
     byte_budget: int = 1 << 20,
-    heldout: int = 64,
+    fresh: int = 64,
     seed: int = 0,
     **settings: Any,
 ) -> FeatureBuffer:
-    budgets = {"samples": samples, "byte_budget": byte_budget, "heldout_samples": heldout}
-    config = {**BufferConfig().model_dump(), "heldout_every": EVERY, **budgets, **settings}
+    budgets = {"samples": samples, "byte_budget": byte_budget, "judged_samples": fresh}
+    config = {**BufferConfig().model_dump(), "judged_every": EVERY, **budgets, **settings}
     return FeatureBuffer(BufferConfig.model_construct(**config), seed)
 
 
@@ -169,21 +169,6 @@ def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_see
     assert len(set(starts[0])) > 60
 
 
-def test_a_held_out_sample_is_one_window_that_never_changes_and_holds_no_rejected_drafts() -> None:
-    (name,) = sessions(1, heldout=True, every=EVERY)
-    long = dataclasses.replace(sample_with_rejected(100, 3), session=name)
-    windows = []
-    for seed in (0, 1):
-        held = buffer(window=16, seed=seed)
-        held.add(long)
-        windows += [*held.heldout([long.lm_head_hash]), *held.heldout([long.lm_head_hash])]
-    assert len(windows) == 4
-    for one in windows:
-        assert (one.positions, one.branches) == (16, None)
-        assert torch.equal(one.hidden, windows[0].hidden)
-    assert windows[0].hidden.untyped_storage().nbytes() == 17 * TARGET.hidden_size * 4
-
-
 @pytest.mark.parametrize("rejected", [True, False])
 def test_rejected_drafts_count_and_are_kept_when_asked_for(rejected: bool) -> None:
     held = buffer(rejected=rejected)
@@ -199,25 +184,62 @@ def test_rejected_drafts_count_and_are_kept_when_asked_for(rejected: bool) -> No
     assert (held.nbytes, held.tokens, held.dropped["stale_head"]) == (0, 0, 1)
 
 
-def test_held_out_sessions_are_never_drawn_and_only_the_newest_version_judges() -> None:
-    held = buffer(heldout=3)
-    for seed, name in enumerate(sessions(6, heldout=True, every=EVERY)):
+def test_fresh_samples_are_not_drawn_before_they_have_judged_or_newer_ones_take_their_place() -> (
+    None
+):
+    held = buffer(fresh=3)
+    names = sessions(6, heldout=True, every=EVERY)
+    for seed, name in enumerate(names):
         held.add(sample(10, seed, session=name, version=seed // 2, head=f"{seed // 2:016x}"))
     for seed, name in enumerate(sessions(6, heldout=False, every=EVERY)):
         held.add(sample(10, seed, session=name))
     heads = [f"{version:016x}" for version in range(3)]
-    assert [one.policy_version for one in held.heldout(heads)] == [2, 2]
-    assert [one.policy_version for one in held.heldout(heads[:2])] == [1], (
-        "only the newest three are kept"
-    )
-    assert held.heldout([]) == []
-    both = held.heldout(heads, at_least=held.heldout(heads)[0].targets * 2 + 1)
+    assert [one.policy_version for one in held.fresh(heads)] == [2, 2]
+    assert [one.policy_version for one in held.fresh(heads[:2])] == [1], "the newest three wait"
+    assert held.fresh([]) == []
+    both = held.fresh(heads, at_least=held.fresh(heads)[0].targets * 2 + 1)
     assert [one.policy_version for one in both] == [1, 2, 2], (
         "short responses do not keep drafters from being judged"
     )
-    trained = set(sessions(6, heldout=False, every=EVERY))
-    for _ in range(50):
-        assert {one.session for one in held.draw(40, known={sample(10, 0).lm_head_hash})} <= trained
+
+    def drawn() -> set[str]:
+        known = {*heads, sample(10, 0).lm_head_hash}
+        return {one.session for _ in range(80) for one in held.draw(40, known=known)}
+
+    trained = {*sessions(6, heldout=False, every=EVERY), *names[:3]}
+    assert drawn() == trained
+    nbytes = held.nbytes
+    held.release(held.fresh(heads))
+    held.release(both)  # twice changes nothing
+    assert held.fresh(heads) == []
+    assert drawn() == {*trained, *names}, "what has judged is trained on"
+    assert held.nbytes == nbytes
+
+
+def test_siblings_are_all_fresh_or_none_is() -> None:
+    held = buffer()
+    groups = {
+        fresh: sessions(3, heldout=fresh, every=EVERY) for fresh in (True, False)
+    }  # names that the rule puts on either side
+    for fresh, names in groups.items():
+        for name in names:
+            for sibling in range(4):
+                one = sample(10, sibling, session=f"{name}-{sibling}-{fresh}")
+                held.add(dataclasses.replace(one, group=name))
+    known = [sample(10, 0).lm_head_hash]
+    assert {one.group for one in held.fresh(known)} == set(groups[True])
+    assert len(held.fresh(known)) == 12
+    assert {one.group for one in held} == set(groups[False])
+
+
+def test_bytes_of_fresh_samples_count_and_go_last() -> None:
+    size = sample(10, 0).nbytes
+    held = buffer(byte_budget=3 * size)
+    fresh, trained = (sessions(4, heldout=side, every=EVERY) for side in (True, False))
+    for seed, name in enumerate([*trained, *fresh]):
+        held.add(sample(10, seed, session=name))
+    assert (len(held), held.nbytes, held.dropped["evicted"]) == (0, 3 * size, 5)
+    assert [one.session for one in held.fresh([sample(10, 0).lm_head_hash])] == fresh[1:]
 
 
 def test_heads_are_drawn_by_recency_and_size_and_one_at_a_time() -> None:

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
+from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 from policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
 from policy_trainer.batches.packing import assign_ranks, plan_micro_batches
 from policy_trainer.learn.model import PolicyModel
@@ -148,7 +148,9 @@ def test_a_batch_knows_sessions_groups_and_how_old_each_token_is() -> None:
             key=BranchKey("r", session),
             group_id=group,
             version_spans=spans if i else (),
-            speculation=SpeculationStats(drafted_rounds=i),
+            draw_spans=(DrawSpan(2, 4, "off", "int8"), DrawSpan(4, 9, f"ngram:{i}_1_2", "int8"))
+            if i
+            else (),
         )
         for i, (session, group) in enumerate([("x", "b"), ("y", "a"), ("y", "a")])
     ]
@@ -156,7 +158,13 @@ def test_a_batch_knows_sessions_groups_and_how_old_each_token_is() -> None:
     assert batch.sessions.tolist() == [0, 1, 1]
     assert batch.groups.tolist() == [0, 1, 1]
     assert batch.weights.tolist() == [1.0, 0.5, 0.5]
-    assert batch.drafted.tolist() == [False, True, True]
+    by_way = batch.masks_by_way(torch.arange(18))
+    assert {name: mask.int().tolist() for name, mask in by_way.items()} == {
+        "numbers=int8": [0] * 6 + [1] * 12,
+        "arm=off": [0] * 6 + [1, 1, 0, 0, 0, 0] * 2,
+        "arm=ngram:1_1_2": [0] * 6 + [0, 0, 1, 1, 1, 1] + [0] * 6,
+        "arm=ngram:2_1_2": [0] * 14 + [1] * 4,
+    }
     at = [2, 3, 4, 6, 7, 8]
     assert batch.trained.tolist() == [t + 9 * i for i in range(3) for t in at]
     assert batch.lags.tolist() == [0] * 6 + [3, 3, 1, 1, 1, 1] * 2

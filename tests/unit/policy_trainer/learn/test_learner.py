@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer.plain_trainer import PlainTrainer
 from unit.policy_trainer.sharded_step import trajectories, whole
 
-from paceline.config import OptimizerConfig, RunConfig
+from paceline.config import RunConfig
 from paceline.errors import ConfigError, DataLoss
 from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
 from paceline.training.checkpoints import checkpoint_numbers
 from paceline.training.shards import local_of, tensors_of
-from paceline.trajectory import Trajectory
+from paceline.trajectory import DrawSpan, Trajectory
 from policy_trainer.algorithm_settings import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -37,7 +38,7 @@ from policy_trainer.algorithm_settings import (
 )
 from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.best import Best, read_best
-from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 from policy_trainer.learn.figures import Figures
 from policy_trainer.learn.learner import Learner
@@ -68,7 +69,11 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
     config = PolicyTrainerConfig.model_validate(
-        {"model": str(model), "optimizer": OptimizerConfig(lr=1e-3, warmup_steps=3), **settings}
+        {
+            "model": str(model),
+            "optimizer": PolicyOptimizerConfig(lr=1e-3, warmup_steps=3),
+            **settings,
+        }
     )
     return build_learner(config, mesh)
 
@@ -119,6 +124,76 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
     expected = whole(straight.published())
     for name, weight in whole(resumed.published()).items():
         assert torch.equal(weight, expected[name]), name
+
+
+def ways_of(one: Trajectory) -> tuple[DrawSpan, ...]:
+    """Two arms in int8 for most of the tokens, of which the last two thirds are trained, another in
+    float32 for the rest.
+    """
+    half, most, end = (len(one.token_ids) * n // 6 for n in (3, 5, 6))
+    return (
+        DrawSpan(0, half, "off", "int8"),
+        DrawSpan(half, most, "eagle:3_1_4", "int8"),
+        DrawSpan(most, end, "ngram:2_1_3", "float32"),
+    )
+
+
+SAVING = {
+    "algorithm": PpoConfig(kl=KlConfig(coefficient=0.1)),  # a critic and a reference too
+    "optimizer": {"lr": 1e-3, "moments": "int8"},
+}
+
+
+def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_bit_for_bit(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    straight, moved = (learner(model_dir, mesh, **SAVING) for _ in range(2))
+    for step in range(3):
+        straight.step(batch(step))
+    moved.step(batch(0))
+    moved.memory.leave()
+    assert {local_of(one).untyped_storage().nbytes() for one in moved.model.parameters()} == {0}
+    writing = trainer(moved, model_dir, tmp_path)
+    writing.progress = Progress(policy_version=1, step=0)
+    writing.handle(Save(1))
+    moved.memory.enter()
+    moved.step(batch(1))
+    moved.step(batch(2))
+
+    resumed = learner(model_dir, mesh, **SAVING)
+    trainer(resumed, model_dir, tmp_path).resume()
+    resumed.step(batch(1))
+    resumed.step(batch(2))
+    expected = dict(tensors_of(straight.state()))
+    for other in (moved, resumed):
+        found = dict(tensors_of(other.state()))
+        assert found.keys() == expected.keys()
+        for name, one in expected.items():
+            assert torch.equal(local_of(found[name]), local_of(one)), name
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.timeout(400)
+def test_a_compiled_head_steps_as_the_other_does(model_dir: Path, mesh: DeviceMesh) -> None:
+    settings = {"algorithm": GrpoConfig(entropy_coefficient=0.01), "head_rows": 64}
+    plain, compiled = (
+        learner(model_dir, mesh, **settings, head_compiled=given) for given in (False, True)
+    )
+    for step in range(2):
+        one, other = plain.step(batch(step)).figures, compiled.step(batch(step)).figures
+        for name in ("loss", "grad_norm", "entropy", "behavior_gap"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5), name
+    expected = whole(plain.published())
+    for name, weight in whole(compiled.published()).items():
+        assert torch.allclose(weight, expected[name], atol=1e-6), name
+
+
+def test_a_compiled_head_without_a_compiler_is_refused_before_anything_is_loaded(
+    model_dir: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
+        learner(model_dir, mesh, head_compiled=True)
 
 
 def test_a_checkpoint_in_the_memory_of_the_one_before_holds_the_later_step(
@@ -187,9 +262,12 @@ def test_a_batch_without_advantage_leaves_the_weights_alone_and_is_measured_all_
     assert figures.figures["behavior_gap"] > 0.5
 
 
-def test_mismatch_is_measured_as_its_formulas_and_by_lag(model_dir: Path, mesh: DeviceMesh) -> None:
+def test_mismatch_is_measured_as_its_formulas_by_lag_arm_and_number_format(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
     plain = PlainTrainer(model_dir, 1e-3, 3, 1.0)
     gaps: dict[int, list[float]] = {0: [], 1: []}
+    by_arm: dict[str, list[float]] = {"off": [], "eagle:3_1_4": [], "ngram:2_1_3": []}
     with torch.no_grad():
         for one in trajectories():
             at = [t for t in range(1, len(one.token_ids)) if one.loss_mask[t]]
@@ -197,9 +275,13 @@ def test_mismatch_is_measured_as_its_formulas_and_by_lag(model_dir: Path, mesh: 
             for t, start in zip(at, starts, strict=True):
                 lag = 1 if t < len(one.token_ids) // 2 else 0
                 gaps[lag].append(start - one.behavior_logprobs[t])
+                by_arm[next(s.arm for s in ways_of(one) if s.start <= t < s.end)].append(
+                    gaps[lag][-1]
+                )
     every = gaps[0] + gaps[1]
     ratios = [math.exp(gap) for gap in every]
-    found = learner(model_dir, mesh).step(batch(0))
+    drawn = [dataclasses.replace(one, draw_spans=ways_of(one)) for one in trajectories()]
+    found = learner(model_dir, mesh).step(make_batch(drawn, 4))
     assert found.figures["behavior_gap"] == pytest.approx(
         statistics.fmean(map(abs, every)), rel=1e-4
     )
@@ -208,12 +290,22 @@ def test_mismatch_is_measured_as_its_formulas_and_by_lag(model_dir: Path, mesh: 
         "behavior_k3": statistics.fmean(math.exp(gap) - 1 - gap for gap in every),
         "behavior_gap/lag=0": statistics.fmean(map(abs, gaps[0])),
         "behavior_gap/lag=1": statistics.fmean(map(abs, gaps[1])),
-        "behavior_gap/plain": statistics.fmean(map(abs, every)),
+        **{
+            f"behavior_gap/arm={arm}": statistics.fmean(map(abs, own))
+            for arm, own in by_arm.items()
+        },
+        "behavior_gap/numbers=int8": statistics.fmean(
+            map(abs, by_arm["off"] + by_arm["eagle:3_1_4"])
+        ),
+        "behavior_k3/numbers=float32": statistics.fmean(
+            math.exp(gap) - 1 - gap for gap in by_arm["ngram:2_1_3"]
+        ),
         "effective_sample_size": sum(ratios) ** 2 / sum(r * r for r in ratios) / len(ratios),
     }
     for name, value in expected.items():
         assert found.figures[name] == pytest.approx(value, rel=1e-4), name
-    assert "behavior_gap/drafted" not in found.figures
+    unknown = learner(model_dir, mesh).step(batch(0)).figures
+    assert not any("arm=" in name or "numbers=" in name for name in unknown)
 
 
 def test_mini_batches_passes_divergence_entropy_and_weights_step_as_the_plain_trainer(
@@ -231,7 +323,7 @@ def test_mini_batches_passes_divergence_entropy_and_weights_step_as_the_plain_tr
         kl=KlConfig(coefficient=0.1),
         correction=CorrectionConfig(weight="token", cap=1.5),
     )
-    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=3, clip_norm=0.5, betas=(0.9, 0.95))
+    optimizer = PolicyOptimizerConfig(lr=1e-3, warmup_steps=3, clip_norm=0.5, betas=(0.9, 0.95))
     config = PolicyTrainerConfig(
         model=str(model_dir), algorithm=algorithm, optimizer=optimizer, head_rows=7, row_tokens=40
     )
@@ -314,7 +406,7 @@ def test_rows_micro_batches_and_chunks_change_nothing(
         given = {
             "model": str(model_dir),
             "algorithm": algorithm,
-            "optimizer": OptimizerConfig(lr=1e-3),
+            "optimizer": PolicyOptimizerConfig(lr=1e-3),
             **settings,
         }
         one = build_learner(PolicyTrainerConfig.model_validate(given), mesh)

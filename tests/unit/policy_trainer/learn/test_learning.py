@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer.sharded_step import whole
 
-from paceline.config import OptimizerConfig
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
 from policy_trainer.learn.build import build_learner
 
 pytestmark = pytest.mark.slow
@@ -96,7 +95,7 @@ def learned(
         {
             "model": str(model),
             "algorithm": algorithm,
-            "optimizer": OptimizerConfig(lr=lr, warmup_steps=1),
+            "optimizer": PolicyOptimizerConfig(lr=lr, warmup_steps=1),
             "row_tokens": 64,
         }
     )

@@ -86,7 +86,7 @@ def test_the_median_is_that_of_the_windows_rounds(
     group, kept = GroupWindow(SHARED, window), list[tuple[str, int]]()
     for event in events:
         if isinstance(event, set):
-            group.forget(event)
+            group.renew(dict.fromkeys(event, 1.0), 0)
             kept = [one for one in kept if one[0] not in event]
         else:
             group.add(PlayedRound(event[0], event[1], 1.0, 1.0, event[1]))

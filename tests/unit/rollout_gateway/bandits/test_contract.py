@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.arm_names import speculator_of
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits import BANDITS, build_bandit
 from rollout_gateway.bandits.base import Bandit, BanditSettings, RoundOutcome, group_of
@@ -29,6 +30,8 @@ CHANCES = {"a": 0.9, "b": 0.4}
 POOR_A = {"a": 0.05, "b": 0.4}
 RATES = {"off": 0.3, "a:7_1_8": 0.9, "b:7_1_8": 0.5, "a:3_1_4": 0.3, "b:3_1_4": 0.4}
 """Tokens per second and row at CHANCES, on average over rounds; no round gives more than 1.06."""
+BETTER_A = AcceptanceShift(1, (0.05,) * 7, (0.9,) * 7)
+"""What a trainer says of an `a` that has become from POOR_A what it is at CHANCES."""
 KINDS = tuple(BANDITS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 kinds_that_explore_for_ever = pytest.mark.parametrize("kind", sorted({*KINDS} - {"cost_model"}))
@@ -102,7 +105,7 @@ def test_choices_are_arms_and_every_round_is_reported(
     )
     for event in events:
         if isinstance(event, set):
-            bandit.forget(event, Target.POLICY if len(event) % 2 else Target.DRAFTER)
+            bandit.renew(event, Target.POLICY if len(event) % 2 else Target.DRAFTER)
             continue
         batch, tokens, seconds = event
         choice = bandit.choose(batch_of(batch))
@@ -166,8 +169,44 @@ def test_regret_in_a_world_that_stays_is_bounded(kind: str, bound: float, seed: 
 def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best(kind: str) -> None:
     bandit = make(kind, window=1000)
     play(bandit, 1000, POOR_A)
-    bandit.forget({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER)
+    bandit.renew({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER)
     assert play(bandit, 1000, seed=4)["a:7_1_8"] > 600
+
+
+@every_kind
+def test_a_drafter_that_is_said_to_accept_more_is_taken_without_a_trial_of_its_other_arms(
+    kind: str,
+) -> None:
+    """What was learned of `a` in 1,000 rounds is worth 64 at most: what its trainer says,
+    nine tenths accepted and not one twentieth, then makes it the best arm.
+    """
+    bandit = make(kind, window=1000, epsilon=0.0)
+    play(bandit, 1000, POOR_A)
+    bandit.renew({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER, BETTER_A)
+    chosen = play(bandit, 200, seed=4)
+    assert chosen["a:7_1_8"] > 120
+    fresh = make(kind, window=1000, epsilon=0.0)
+    play(fresh, 1000, POOR_A)
+    fresh.renew({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER)
+    assert chosen["a:3_1_4"] <= play(fresh, 200, seed=4)["a:3_1_4"]
+
+
+@every_kind
+def test_a_drafter_that_is_as_good_as_the_one_before_changes_no_choice_at_first(kind: str) -> None:
+    bandit, other = make(kind, window=1000), make(kind, window=1000)
+    for one in (bandit, other):
+        play(one, 1000)
+    bandit.renew({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER, AcceptanceShift(1, (0.9,), (0.9,)))
+    assert play(bandit, 100, seed=4)["a:7_1_8"] >= play(other, 100, seed=4)["a:7_1_8"] - 20
+
+
+@every_kind
+def test_without_inherited_rounds_a_new_drafter_is_tried_anew(kind: str) -> None:
+    bandit, told = (make(kind, window=1000, inherited_rounds=0) for _ in range(2))
+    for one, shift in ((bandit, None), (told, BETTER_A)):
+        play(one, 300)
+        one.renew({"a:7_1_8", "a:3_1_4"}, Target.DRAFTER, shift)
+    assert play(bandit, 100, seed=4) == play(told, 100, seed=4)
 
 
 @every_kind
@@ -185,7 +224,7 @@ def test_a_dead_drafter_is_left_and_tried_again_when_forgotten(kind: str) -> Non
     bandit = make(kind, epsilon=0.5, watchdog_rounds=20)
     assert set(play(bandit, 400, {}, rates=EQUAL_SECONDS)) != {"off"}
     assert set(play(bandit, 200, {}, rates=EQUAL_SECONDS)) == {"off"}
-    bandit.forget(set(ARMS), Target.DRAFTER)
+    bandit.renew(set(ARMS), Target.DRAFTER)
     assert set(play(bandit, 100, rates=EQUAL_SECONDS)) != {"off"}
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     BanditSettings,
@@ -229,7 +230,7 @@ def test_a_dead_drafter_is_left_within_a_few_rounds_without_any_watchdog() -> No
 def test_a_new_drafter_is_tried_at_once_and_taken_when_it_is_good() -> None:
     bandit = make()
     play(bandit, 500, flat(0.0, 0.0), batch=8)
-    bandit.forget(EAGLE, Target.DRAFTER)
+    bandit.renew(EAGLE, Target.DRAFTER)
     chosen = play(bandit, 20, flat(0.9, 0.0), batch=8)
     assert sum(chosen[arm] for arm in EAGLE) >= 18
 
@@ -261,12 +262,39 @@ def test_what_a_drafter_has_learned_in_silence_is_found_in_a_group_that_knew_it_
     assert play(bandit, 100, flat(0.5, 0.95), batch=16)["ngram:4_1_5"] > 80
 
 
+def test_a_drafter_whose_gain_is_said_is_believed_to_the_position_and_not_tried_by_force() -> None:
+    bandit = make()
+    play(bandit, 1000, flat(0.5, 0.0), batch=4)
+    (before,) = (one for one in bandit.snapshot().acceptance if one.family == "eagle:1")
+    survival = tuple(0.5**k for k in range(1, 8)), tuple(0.9 * 0.8**k for k in range(7))
+    bandit.renew(EAGLE, Target.DRAFTER, AcceptanceShift(1, *survival))
+    (after,) = (one for one in bandit.snapshot().acceptance if one.family == "eagle:1")
+    for number, (accepted, trials, was, tried) in enumerate(
+        zip(after.accepted, after.trials, before.accepted, before.trials, strict=True)
+    ):
+        shifted = was / tried + (0.9 if number == 0 else 0.8) - 0.5
+        known = number < 7 and 0.5**number >= 0.01
+        assert accepted / trials == pytest.approx(min(shifted, 1.0) if known else 0.8)
+        assert trials == min(tried, 64 * before.batch_group)
+    chosen = play(bandit, 100, flat(0.8, 0.0), batch=4)
+    assert chosen[hand_best(flat(0.8, 0.0))] > 80
+
+
+def test_of_a_drafter_that_no_group_has_seen_what_its_trainer_says_is_believed() -> None:
+    bandit = make()
+    bandit.renew(EAGLE, Target.DRAFTER, AcceptanceShift(0, (0.01,) * 7, (0.0,) * 7))
+    known = ("off", *sorted(EAGLE))
+    assert bandit.choose(batch_of(4), known).arm == "off"
+    bandit.renew(EAGLE, Target.DRAFTER, AcceptanceShift(1, (0.0,) * 7, (0.95,) * 7))
+    assert bandit.choose(batch_of(4), known).arm in EAGLE
+
+
 def test_a_new_policy_keeps_seconds_and_weakens_what_is_known_of_drafts() -> None:
     bandit = make()
     slow = {**SECONDS, "off": 6.0}
     play(bandit, 1000, flat(0.8), seconds=slow, batch=4)
     before = bandit.snapshot()
-    bandit.forget(set(ARMS) - {"off"}, Target.POLICY)
+    bandit.renew(set(ARMS) - {"off"}, Target.POLICY)
     after = bandit.snapshot()
     assert after.costs == before.costs
     assert max(max(one.trials) for one in before.acceptance) > 5 * POLICY_TRIALS

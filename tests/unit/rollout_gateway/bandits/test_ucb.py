@@ -90,7 +90,7 @@ def test_a_glitch_scales_rewards_no_longer_than_the_window() -> None:
         group.add(PlayedRound("off", tokens, 1.0, 1.0, tokens))
         highest.append(highest_rate(group.arms.values()))
     assert highest == [10, 9000, 9000, 9000, 30, 30, 15, 5]
-    group.forget({"off"})
+    group.renew({"off": 1.0}, 0)
     assert highest_rate(group.arms.values()) == 0.0
 
 
@@ -108,7 +108,7 @@ def test_sums_and_maximum_are_those_of_the_last_rounds(
     group, kept = GroupWindow(ARMS, window), list[tuple[str, int]]()
     for event in events:
         if isinstance(event, set):
-            group.forget(event)
+            group.renew(dict.fromkeys(event, 1.0), 0)
             kept = [one for one in kept if one[0] not in event]
         else:
             group.add(PlayedRound(event[0], event[1], 0.5, 1.0, 2.0 * event[1]))

@@ -4,7 +4,7 @@ does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -12,18 +12,25 @@ from bandit_rounds import batch_of, round_of
 from structlog.testing import capture_logs
 
 from paceline.trajectory import Target
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import Bandit, BanditSettings
-from rollout_gateway.bandits.watchdog import Pulse
+from rollout_gateway.bandits.base import ArmChoice, Bandit, BanditSettings, Situation
+from rollout_gateway.bandits.watchdog import AcceptanceWatchdog, Pulse
+from rollout_gateway.bandits.window import WindowedBandit
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 EAGLE = ("eagle:3_1_4", "eagle:5_1_6")
 
-SETTINGS = {"kind": "epsilon_greedy", "epsilon": 1.0, "groups": (1, 5)}
+
+class AnyArm(WindowedBandit):
+    """Takes any arm."""
+
+    def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
+        return ArmChoice(self._random.choice(names), explored=True)
 
 
 def make(arms: tuple[str, ...] = ARMS, **settings: object) -> Bandit:
-    return build_bandit(BanditSettings.model_validate(SETTINGS | settings), arms, seed=1)
+    chosen = BanditSettings.model_validate({"groups": (1, 5), **settings})
+    inner = AnyArm(chosen, arms, seed=1)
+    return AcceptanceWatchdog(inner, chosen, arms) if chosen.watchdog_rounds else inner
 
 
 def tell(bandit: Bandit, arms: Iterable[str], accept_length: float, batch: int = 1) -> None:
@@ -135,11 +142,11 @@ def test_a_forgotten_drafter_has_20_rounds_to_prove_itself() -> None:
     settle(bandit)
     tell(bandit, EAGLE * 10, 1.0)
     assert chosen(bandit).isdisjoint(EAGLE)
-    bandit.forget(set(EAGLE), Target.DRAFTER)
+    bandit.renew(set(EAGLE), Target.DRAFTER)
     assert chosen(bandit) & set(EAGLE)
     tell(bandit, EAGLE * 10, 1.0)
     assert chosen(bandit).isdisjoint(EAGLE)
-    bandit.forget({"ngram:4_1_5"}, Target.DRAFTER)
+    bandit.renew({"ngram:4_1_5"}, Target.DRAFTER)
     assert chosen(bandit).isdisjoint(EAGLE)
 
 
@@ -147,7 +154,7 @@ def test_a_new_policy_revives_no_drafter() -> None:
     bandit = make()
     settle(bandit)
     tell(bandit, EAGLE * 10, 1.0)
-    bandit.forget(set(ARMS), Target.POLICY)
+    bandit.renew(set(ARMS), Target.POLICY)
     assert chosen(bandit).isdisjoint(EAGLE)
 
 
@@ -166,7 +173,7 @@ def test_a_death_is_logged_once_and_reported_in_each_group() -> None:
         ("warning", "eagle", 1)
     ]
     assert deaths(bandit) == {(arm, group): 1 for arm in EAGLE for group in (1, 5)}
-    bandit.forget(set(EAGLE), Target.DRAFTER)
+    bandit.renew(set(EAGLE), Target.DRAFTER)
     with capture_logs() as lines:
         tell(bandit, EAGLE * 100, 1.0, batch=5)
     assert len(lines) == 1

@@ -18,6 +18,7 @@ from paceline.models.config import read_config
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.loading import net_of
+from paceline.speculators.shift import FILE, AcceptanceShift
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 from rollout_gateway.bandits import BANDITS
 from rollout_gateway.engines.base import Engine
@@ -388,3 +389,33 @@ def test_every_kind_of_the_table_serves_by_commit_and_changes_no_token(tmp_path:
             assert generate(engine, requests()) == wanted, arm
             assert engine.load.speculation.drafted_tokens > drafted or not arm.startswith(name), arm
         engine.force_arm("")
+
+
+def lengths_by_arm(engine: Engine) -> dict[str, float]:
+    """In the group of full batches."""
+    arms = engine.load.arms
+    group = max(one.batch_group for one in arms)
+    return {one.arm: one.mean_accept_length for one in arms if one.batch_group == group}
+
+
+@pytest.mark.parametrize(("over", "inherits"), [(1, True), (0, False), (None, False)])
+def test_arms_of_a_new_version_inherit_where_its_trainer_speaks_of_the_one_before(
+    target: tuple[Path, PreTrainedModel], tmp_path: Path, over: int | None, inherits: bool
+) -> None:
+    engine = build(target[0], more_drafters=(), arms=("off", "eagle:3_1_4"))
+    for version in (1, 2):
+        path = tmp_path / str(version)
+        shutil.copytree(target[0] / "eagle", path)
+        if version == 2 and over is not None:
+            said = AcceptanceShift(over, (0.5, 0.2, 0.1), (0.8, 0.6, 0.3))
+            (path / FILE).write_text(said.to_json())
+    commit(engine, tmp_path / "1", 1)
+    generate(engine, requests())
+    before = lengths_by_arm(engine)
+    commit(engine, tmp_path / "2", 2)
+    after = lengths_by_arm(engine)
+    assert after["off"] == before["off"] > 0
+    if inherits:
+        assert after["eagle:3_1_4"] > before["eagle:3_1_4"] > 0
+    else:
+        assert after["eagle:3_1_4"] == 0

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.arm_names import OFF, ROOT, TreeSize
 from paceline.errors import ConfigError, InvalidInput
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import BanditSettings
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
@@ -202,16 +203,37 @@ def test_the_bandit_keeps_to_the_old_drafters_best_until_only_new_requests_run()
     for _ in range(60):
         plan = chooser.choose("", [tracked(drafter=1)], 1)
         chooser.observe(plan, [4], 1.0 if plan.arm.name == "eagle:4_3_12" else 2.0)
-    chooser.forget(Target.DRAFTER)
+    chooser.renew(Target.DRAFTER)
     assert set(play(chooser, 20, tracked(drafter=1), drafter=2)) == {"eagle:4_3_12"}
     trial = play(chooser, 2 * TRIAL_PULLS, tracked(drafter=2), drafter=2)
     assert set(trial) == {"eagle:3_1_4", "eagle:4_3_12"}
 
 
+def test_a_new_drafter_inherits_where_its_trainer_knows_the_one_before() -> None:
+    chooser = make()
+    play(chooser, 60, tracked())
+    before = {report.arm: report.mean_tokens_per_s for report in chooser.bandit.reports()}
+    shift = AcceptanceShift(0, (0.4, 0.2), (0.6, 0.4))
+    chooser.renew(Target.DRAFTER, shift)
+    chooser.choose("", [tracked(drafter=1)], 1)
+    after = {report.arm: report.mean_tokens_per_s for report in chooser.bandit.reports()}
+    assert after["eagle:3_1_4"] == pytest.approx(before["eagle:3_1_4"] * 2.0 / 1.6)
+
+
+def test_of_two_new_drafters_in_a_row_the_second_inherits_nothing() -> None:
+    chooser = make()
+    play(chooser, 60, tracked())
+    chooser.renew(Target.DRAFTER, AcceptanceShift(0, (0.4,), (0.6,)))
+    chooser.renew(Target.DRAFTER, AcceptanceShift(1, (0.6,), (0.7,)))
+    chooser.choose("", [tracked(drafter=2)], 2)
+    rates = {report.arm: report.mean_tokens_per_s for report in chooser.bandit.reports()}
+    assert rates["eagle:3_1_4"] == rates["eagle:4_3_12"] == 0
+
+
 def test_a_new_drafter_leaves_what_is_known_of_off() -> None:
     chooser = make()
     play(chooser, 60, tracked())
-    chooser.forget(Target.DRAFTER)
+    chooser.renew(Target.DRAFTER)
     chooser.choose("", [tracked(drafter=1)], 1)
     rates = {report.arm: report.mean_tokens_per_s for report in chooser.bandit.reports()}
     assert rates["off"] > 0
@@ -223,7 +245,7 @@ def test_a_round_chosen_before_the_drafter_changed_teaches_nothing_after() -> No
     play(chooser, 40, tracked())
     before = pulls(chooser)
     plan = chooser.choose("", [tracked()])
-    chooser.forget(Target.DRAFTER)
+    chooser.renew(Target.DRAFTER)
     chooser.observe(plan, [4], 0.1)
     assert pulls(chooser) == before
 

@@ -42,6 +42,7 @@ def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | N
         rank=0,
         versions=VersionSet(),
         draining=True,
+        arm="off",
         requests=known,
     )
 
@@ -95,7 +96,10 @@ def test_a_decode_round_runs_with_its_arm_and_leaves_the_launch_shape(arm: str, 
 
     def original(worker: Any, batch: Any, on_publish: Any = None) -> Any:
         seen.update(
-            topk=worker.topk, proposals=batch.spec_info.topk_p, ids=batch.spec_info.topk_index
+            arm=plugin.arm,
+            topk=worker.topk,
+            proposals=batch.spec_info.topk_p,
+            ids=batch.spec_info.topk_index,
         )
         return SimpleNamespace()
 
@@ -103,6 +107,7 @@ def test_a_decode_round_runs_with_its_arm_and_leaves_the_launch_shape(arm: str, 
     assert seen["topk"] == plugin.arms.arms[arm].shape.topk
     assert torch.equal(seen["proposals"], torch.arange(4.0).view(2, 2)[:, :width])
     assert torch.equal(seen["ids"], torch.arange(4).view(2, 2)[:, :width])
+    assert (seen["arm"], plugin.arm) == (arm, "off")
     assert worker.topk == 2
     assert getattr(result, rounds.ROUND).plan.arm.name == arm
 

@@ -17,7 +17,7 @@ from paceline.models.sampling import Draw
 from paceline.trajectory import VersionSpan
 from rollout_gateway.engines.nouns import Finish, Request
 from rollout_gateway.engines.requests.admission import Admission
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.sampling import (
     accepted_path,
@@ -105,16 +105,15 @@ def test_draws_of_an_accepted_path_reach_their_request_by_position() -> None:
         torch.tensor([7, 8, 5]), torch.tensor([-0.5, -0.25, -9.0]), torch.tensor([0.1, 0.2, 0.3])
     )
     one = tracked()
-    pending([one], drawn, torch.zeros(3, 11), torch.tensor([4]), accepted, 5).settle()
-    assert {index: (drawn.token, drawn.version) for index, drawn in one.draws.items()} == {
-        0: (7, 5),
-        1: (8, 5),
+    origin = DrawnBy(5, "eagle:3_1_4", "float32")
+    pending([one], drawn, torch.zeros(3, 11), torch.tensor([4]), accepted, origin).settle()
+    assert {index: (drawn.token, drawn.origin) for index, drawn in one.draws.items()} == {
+        0: (7, origin),
+        1: (8, origin),
     }
     one.confirm([7, 8], strict=True)
     assert (one.sequence.tokens, one.sequence.logprobs) == ([7, 8], [-0.5, -0.25])
-    assert [(span.start, span.end, span.policy_version) for span in one.sequence.spans] == [
-        (0, 2, 5)
-    ]
+    assert one.sequence.origins == [(0, origin)]
     predict, lengths, index = as_sglang(drawn.tokens, accepted, 3)
     assert (predict.tolist(), lengths.tolist(), index.tolist()) == ([7, 8, 5], [2], [[0, 1, -1]])
 
@@ -122,18 +121,18 @@ def test_draws_of_an_accepted_path_reach_their_request_by_position() -> None:
 def test_tokens_after_the_end_are_not_taken_and_repeated_draws_change_nothing() -> None:
     one = tracked()
     for position, token in ((4, 7), (5, 9), (6, 8)):
-        one.record(position, Drawn(token, -1.0, 1.0, 0))
+        one.record(position, Drawn(token, -1.0, 1.0, DrawnBy(0, "off", "float32")))
     one.confirm([7, 9, 8], strict=True)
     assert (one.sequence.tokens, one.sequence.finish) == ([7, 9], Finish.STOP)
     one.record(
-        4, Drawn(5, -2.0, 1.0, 1)
+        4, Drawn(5, -2.0, 1.0, DrawnBy(1, "off", "float32"))
     )  # a prefill after a retraction draws it again under other weights
     assert 0 not in one.draws
 
 
 def test_a_token_that_is_not_the_draw_is_an_error_on_the_rank_that_tells() -> None:
     one = tracked()
-    one.record(4, Drawn(7, -1.0, 1.0, 0))
+    one.record(4, Drawn(7, -1.0, 1.0, DrawnBy(0, "off", "float32")))
     with pytest.raises(InternalError, match="token 0 of request 3"):
         one.confirm([6], strict=True)
     follower = tracked()
@@ -146,7 +145,7 @@ def test_a_response_that_goes_on_is_confirmed_behind_what_it_had() -> None:
     sequence = Admission(99, (9,), Path(), 64).sequence(going)
     one = Tracked(sequence, 0)
     for position, token in ((6, 8), (7, 9)):  # the first of them is the third of the response
-        one.record(position, Drawn(token, -1.0, 0.5, 4))
+        one.record(position, Drawn(token, -1.0, 0.5, DrawnBy(4, "off", "float32")))
     assert one.ahead(7) == [8]
     one.confirm([8], strict=True)  # SGLang counts from where the request went on
     one.confirm([8, 9], strict=True)

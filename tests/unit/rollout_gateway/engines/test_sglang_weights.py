@@ -53,4 +53,5 @@ def test_a_drafter_never_carries_what_it_shares_with_the_target(
     shared = {name: torch.zeros(320, 128) for name in ("embed_tokens.weight", "lm_head.weight")}
     save_file({**tensors, **shared}, tmp_path / "model.safetensors")
     weights.prepare(Target.DRAFTER, 4, tmp_path)
-    assert weights.prepared.changes(VersionSet(1, 0, 4))[Target.DRAFTER].keys() == tensors.keys()
+    prepared = weights.prepared.changes(VersionSet(1, 0, 4))[Target.DRAFTER]
+    assert prepared.tensors.keys() == tensors.keys()

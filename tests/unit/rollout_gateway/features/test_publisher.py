@@ -27,7 +27,7 @@ def rows(*positions: int, version: int = 0, tokens: list[int] = TOKENS) -> RowAr
 
 
 def origin() -> Origin:
-    return Origin("run", 0, "s", 2, TOKENS)
+    return Origin("run", 0, "s", "g", 0.7, 2, TOKENS)
 
 
 def publisher(**settings: int) -> FeaturePublisher:

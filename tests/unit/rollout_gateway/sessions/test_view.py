@@ -8,7 +8,7 @@ from dataclasses import fields
 from session_turns import said, session
 
 from paceline.tagged_json import from_object
-from paceline.trajectory import Trajectory, VersionSpan
+from paceline.trajectory import DrawSpan, Trajectory, VersionSpan
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.sessions.assignment import Assignment, FailReason
 from rollout_gateway.sessions.session import Grant, Session
@@ -18,7 +18,10 @@ from rollout_gateway.sessions.view import (
     tree_json,
 )
 
-SPAN = [one.name for one in fields(VersionSpan)]
+SPANS = {
+    "version_spans": [one.name for one in fields(VersionSpan)],
+    "draw_spans": [one.name for one in fields(DrawSpan)],
+}
 
 
 def forked() -> Session:
@@ -80,5 +83,8 @@ def test_a_sample_shows_every_field_of_what_is_trained() -> None:
     where = forked()
     for shown, sample in zip(samples_json(where)["samples"], where.trajectories(), strict=True):
         assert set(shown) == {one.name for one in fields(Trajectory)}
-        spans = [dict(zip(SPAN, span, strict=True)) for span in shown["version_spans"]]
-        assert from_object(Trajectory, shown | {"version_spans": spans}) == sample
+        spans = {
+            name: [dict(zip(of, span, strict=True)) for span in shown[name]]
+            for name, of in SPANS.items()
+        }
+        assert from_object(Trajectory, shown | spans) == sample

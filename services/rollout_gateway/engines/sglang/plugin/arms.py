@@ -20,6 +20,7 @@ import numpy.typing as npt
 from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
 from paceline.errors import ConfigError
 from paceline.speculators.kinds import SGLANG
+from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.bandits.base import BanditSettings, RoundOutcome, Situation, group_of
@@ -67,6 +68,7 @@ class ArmChooser:
         self._warm: set[tuple[str, int]] = set()
         self._era = 0  # drafters that have served
         self._learned_era = 0  # the one the bandit knows of
+        self._shift: AcceptanceShift | None = None  # of the newest over that one
 
     @property
     def maximum(self) -> TreeSize:
@@ -96,11 +98,11 @@ class ArmChooser:
         tracked: the batch's requests, None for one that is not ours; drafter: the version that
         drafts; draining: no request waits. While a request is in the batch whose drafter state
         stems from an older drafter, rounds teach nothing and the bandit still chooses by what it
-        knew of that drafter: it forgets with the first round that is all new.
+        knew of that drafter: it hears of the new one with the first round that is all new.
         """
         fresh = all(one is None or one.drafter_version == drafter for one in tracked)
         if fresh and self._learned_era < self._era:
-            self.bandit.forget(self._drafting, Target.DRAFTER)
+            self.bandit.renew(self._drafting, Target.DRAFTER, self._shift)
             self._learned_era = self._era
         sequences = [one.sequence if one is not None else None for one in tracked]
         situation = situation_of(sequences, draining=draining)
@@ -128,15 +130,17 @@ class ArmChooser:
             RoundOutcome(plan.arm.name, plan.situation, taken, seconds, plan.explored)
         )
 
-    def forget(self, changed: Target) -> None:
+    def renew(self, changed: Target, shift: AcceptanceShift | None = None) -> None:
         """New weights serve.
 
-        A new drafter is forgotten about later, see `choose`; a new policy at once.
+        The bandit hears of a new drafter later, see `choose`, with the shift over the one that it
+        knows; of a new policy at once.
         """
         if changed is Target.DRAFTER:
+            self._shift = shift if self._learned_era == self._era else None
             self._era += 1
         else:
-            self.bandit.forget(self._drafting, Target.POLICY)
+            self.bandit.renew(self._drafting, Target.POLICY)
 
     @property
     def _drafting(self) -> set[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import FailedPrecondition
+from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.bandits.evidence import Evidence
@@ -113,7 +114,7 @@ class SchedulerEngine:
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         """The mode concerns a change of the policy."""
         plugin = self._plugin
-        changes = plugin.weights.prepared.changes(versions)
+        changes, over = plugin.weights.prepared.changes(versions), plugin.versions.drafter
         retract = Target.POLICY in changes and mode is PauseMode.RETRACT
         retract |= Target.DRAFTER in changes and plugin.spec.drafter_swap == "retract"
         retract &= not self._released  # nothing runs then, and nothing is cached
@@ -132,8 +133,8 @@ class SchedulerEngine:
                 self.resume()
 
         self._relabel()
-        for target in changes:
-            plugin.arms.forget(target)
+        for target, new in changes.items():
+            plugin.arms.renew(target, shift_over(new.shift, over))
         return []
 
     def abort_weights(self, target: Target, version: int) -> None:

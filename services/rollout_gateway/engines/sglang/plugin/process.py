@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.arm_names import OFF
 from paceline.local.heartbeat import answer_beats
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
@@ -31,6 +32,7 @@ from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.requests.device_peak import square_product_tflops
 from rollout_gateway.engines.requests.draws import DrawTable
 from rollout_gateway.engines.requests.penalties import Penalties
+from rollout_gateway.engines.requests.sequence import DrawnBy
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.plugin.sampling import PendingDraws, foreign_sampling
@@ -74,6 +76,7 @@ class Plugin:
         self.requests: dict[str, Tracked] = {}  # by SGLang's name of them
         self._numbers = itertools.count(1)  # the same on every rank
         self.batch: Any = None  # of the target's forward that runs now
+        self.arm = OFF  # of the round that runs now
         self._pending: list[PendingDraws] = []
         self._table = DrawTable()
         self._penalties = Penalties()
@@ -87,6 +90,11 @@ class Plugin:
     def versions(self) -> VersionSet:
         """Serving set."""
         return self.weights.prepared.serving if hasattr(self, "weights") else VersionSet()
+
+    @property
+    def origin(self) -> DrawnBy:
+        """What draws the tokens of the forward that runs now."""
+        return DrawnBy(self.versions.policy, self.arm, self.spec.number_format)
 
     def start(self, scheduler: Any) -> None:
         """The model is loaded and the event loop is about to begin: say that we serve."""

@@ -100,7 +100,7 @@ def eagle_round(
         return original(worker, batch, *args, **kwargs)
     plan = _plan(plugin, batch)
     _narrow(batch.spec_info, plan.arm)
-    return _run(plan, original, worker, batch, *args, **kwargs)
+    return _run(plugin, plan, original, worker, batch, *args, **kwargs)
 
 
 def eagle_catch_up(plugin: Any, original: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ def ngram_round(
     if not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
     plan = _plan(plugin, batch)
-    result = _run(plan, original, worker, batch, *args, **kwargs)
+    result = _run(plugin, plan, original, worker, batch, *args, **kwargs)
     _widen(result.next_draft_input, plan.arm.shape.draft_tokens, worker.draft_token_num)
     return result
 
@@ -205,10 +205,18 @@ def _plan(plugin: Any, batch: Any) -> ChosenArm:
     return plan
 
 
-def _run(plan: ChosenArm, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    plugin: Any,
+    plan: ChosenArm,
+    original: Any,
+    worker: Any,
+    batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     runtimes: Runtimes = getattr(worker, RUNTIMES)
     clock = RoundClock(worker.device)
-    with runtimes.serving(plan.arm):
+    with runtimes.serving(plan.arm), swapped(plugin, "arm", plan.arm.name):
         result = original(worker, batch, *args, **kwargs)
     clock.stop()
     setattr(result, ROUND, RunningRound(plan, clock))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.sampling import Draw, top_alternatives
+from rollout_gateway.engines.requests.sequence import DrawnBy
 from rollout_gateway.engines.requests.tree_paths import follow
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
@@ -90,7 +91,7 @@ class PendingDraws:
     tokens: Tensor  # [B, D]
     logprobs: Tensor  # [B, D]
     gaps: Tensor  # [B, D]
-    version: int
+    origin: DrawnBy
     alternatives: dict[int, list[Alternatives]]  # row -> per token
     copied: Any = None  # CUDA event
 
@@ -107,9 +108,7 @@ class PendingDraws:
                 continue
             told = self.alternatives.get(row, [()] * length)
             for index in range(length):
-                drawn = Drawn(
-                    tokens[index], logprobs[index], gaps[index], self.version, told[index]
-                )
+                drawn = Drawn(tokens[index], logprobs[index], gaps[index], self.origin, told[index])
                 tracked.record(first + index, drawn)
 
 
@@ -119,7 +118,7 @@ def pending(
     logits: Tensor,
     positions: Tensor,
     accepted: Accepted,
-    version: int,
+    origin: DrawnBy,
 ) -> PendingDraws:
     """Draws [B * N] along the accepted paths, copied to the host without waiting.
 
@@ -141,7 +140,7 @@ def pending(
         copied.record()
 
     first, lengths, tokens, logprobs, gaps = parts
-    return PendingDraws(rows, first, lengths, tokens, logprobs, gaps, version, alternatives, copied)
+    return PendingDraws(rows, first, lengths, tokens, logprobs, gaps, origin, alternatives, copied)
 
 
 def _alternatives(
@@ -193,9 +192,7 @@ def sample_hook(
     accepted = Accepted(
         torch.zeros(len(tracked), 1, dtype=torch.int64, device=logits.device), lengths
     )
-    plugin.keep(
-        pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.versions.policy)
-    )
+    plugin.keep(pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.origin))
     return drawn.tokens
 
 
@@ -235,7 +232,7 @@ def verify_hook(
             plugin.tp_group.broadcast(part, src=0)
 
     first = positions.view(size, nodes)[:, 0] + 1
-    plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.versions.policy))
+    plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.origin))
     plugin.verified(verify_input, batch, logits_output, *outcome)
     return outcome
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.arm_names import OFF
 from paceline.errors import InternalError
 from rollout_gateway.engines.nouns import Chunk, Finish, Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 
 RID_PREFIX = "paceline-"
 Alternatives = tuple[tuple[int, float], ...]
@@ -27,12 +28,12 @@ def rid_of(request_id: int, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One draw: token, behavior log-prob, perturbed top-two gap, policy version of the logits."""
+    """One draw: token, behavior log-prob, perturbed top-two gap, what drew it."""
 
     token: int
     logprob: float
     gap: float
-    version: int
+    origin: DrawnBy
     alternatives: Alternatives = ()
 
 
@@ -84,7 +85,7 @@ class Tracked:
         for index in range(len(sequence.tokens), before + len(output_ids)):
             drawn, token = self.draws.pop(index, None), output_ids[index - before]
             if not strict:
-                drawn = Drawn(token, 0.0, 0.0, 0)
+                drawn = Drawn(token, 0.0, 0.0, DrawnBy(0, OFF, ""))
             elif drawn is None or drawn.token != token:
                 raise InternalError(
                     f"SGLang's token {index} of request {self.request.request_id} is not the draw",
@@ -94,7 +95,7 @@ class Tracked:
             assert drawn is not None
             if self.request.sampling.top_logprobs:
                 sequence.alternatives.append(drawn.alternatives)
-            sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.version)
+            sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.origin)
             if sequence.finish is not None:
                 break
 

@@ -10,6 +10,7 @@ shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
+from paceline.speculators.shift import AcceptanceShift, read_shift
 from paceline.trajectory import Target, VersionSet
 from rollout_gateway.engines.nouns import Capability, missing
 from rollout_gateway.engines.requests.versions import PreparedVersions
@@ -44,6 +46,15 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedTensors:
+    """A version that was read and checked."""
+
+    tensors: dict[str, Tensor]
+    shift: AcceptanceShift | None
+    """What a drafter's trainer says of its drafts."""
+
+
 class PluginWeights:
     """Serving set and prepared versions of one rank."""
 
@@ -60,7 +71,7 @@ class PluginWeights:
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
         self._unloaded: dict[Target, dict[str, Tensor]] = {}
         """Tensors of the serving set that the device does not hold yet."""
-        self.prepared: PreparedVersions[dict[str, Tensor]] = PreparedVersions()
+        self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions()
         self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
     @property
@@ -91,7 +102,8 @@ class PluginWeights:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
 
         check_tensors(tensors, expected)
-        self.prepared.put(target, version, tensors)
+        shift = read_shift(path) if target is Target.DRAFTER else None
+        self.prepared.put(target, version, PreparedTensors(tensors, shift))
 
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none
@@ -111,9 +123,9 @@ class PluginWeights:
         PreparedVersions.changes does.
         """
         changes = self.prepared.changes(versions)
-        self._unloaded |= changes
+        self._unloaded |= {target: new.tensors for target, new in changes.items()}
         if Target.POLICY in changes:
-            self.head_hash = hash_head(head_of(changes[Target.POLICY]))
+            self.head_hash = hash_head(head_of(changes[Target.POLICY].tensors))
         self.prepared.serve(versions)
 
     def load_committed(self, updater: Any) -> None:

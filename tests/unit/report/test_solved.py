@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.calls.solved import SPREAD, accuracy, pass_at, pass_figures
+from paceline.report.solved import SPREAD, accuracy, pass_at, pass_figures
 from paceline.v1.rollout_pb2 import SampleFinished
 from paceline.v1.trajectory_pb2 import Reward
 

@@ -1,15 +1,19 @@
-"""Says what the samples of an evaluation are worth: how many solve their tasks, and how many tasks
-some of several samples solve.
+"""Says what samples are worth: how many solve their tasks, how many tasks some of several samples
+solve, and how many were cut.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from paceline.v1.rollout_pb2 import SampleFinished
+from paceline.v1.trajectory_pb2 import FINISH_REASON_LENGTH
 
+BY_NONE, BY_SOME, BY_ALL = "by_none", "by_some", "by_all"
+"""Keys of StepRecord.groups_solved."""
 SPREAD = "accuracy_se"
 """Standard error of the accuracy over tasks."""
 
@@ -19,6 +23,23 @@ def accuracy(samples: Sequence[SampleFinished], above: float) -> float:
     without a reward solves nothing. 0 without samples.
     """
     return sum(_solves(one, above) for one in samples) / len(samples) if samples else 0.0
+
+
+def groups_solved(samples: Iterable[SampleFinished], above: float) -> dict[str, float | int]:
+    """Groups by who of their scored samples solves the task: BY_NONE, BY_SOME, BY_ALL."""
+    solved: dict[str, list[bool]] = {}
+    for one in samples:
+        if one.HasField("reward"):
+            solved.setdefault(one.group_id, []).append(_solves(one, above))
+    return dict(
+        Counter(BY_ALL if all(of) else BY_SOME if any(of) else BY_NONE for of in solved.values())
+    )
+
+
+def truncated_share(samples: Sequence[SampleFinished]) -> float:
+    """Share of samples that their limit of tokens has ended; 0 without samples."""
+    cut = sum(one.finish_reason == FINISH_REASON_LENGTH for one in samples)
+    return cut / max(len(samples), 1)
 
 
 def pass_figures(

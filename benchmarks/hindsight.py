@@ -1,0 +1,169 @@
+"""Compares the default settings with the best fixed choice of a drafter, known only afterwards.
+
+On four workloads: the demo's, where the policy moves away from its start; tasks with numbers of two
+digits, where a drafter of the start policy suits the trained one too; the same with a shift of the
+tasks in the middle; and few tasks that come again in every step, which n-grams know by heart. A run
+is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was interrupted
+goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import demo_runs
+from benchmarks.demo_runs import DemoRun
+from benchmarks.drafter import shifted_tasks
+from benchmarks.options import above_zero
+from benchmarks.result import BenchResult, Goal, Row, paired_ratio, ratio_goal, say
+from paceline.errors import InvalidInput
+from paceline.tasks import read_tasks, write_tasks
+
+OURS, NONE, FROZEN = "default", "none", "frozen"
+_DRAFTED = 'gateway.speculation.arms=["eagle:5_1_6"]'
+_NGRAMS = ("gateway.drafter=ngram", 'gateway.speculation.arms=["ngram:4_1_5"]')
+ARMS: Mapping[str, Sequence[str]] = {
+    OURS: (),
+    NONE: (),
+    "ngram": _NGRAMS,
+    FROZEN: (_DRAFTED,),
+    "cotrained": (_DRAFTED,),
+}
+"""Settings of each, in the order in which they run."""
+WITHIN = 0.97
+"""Of the best fixed choice's tokens/s, at least."""
+NO_EVALUATIONS = (
+    "coordinator.evaluation.every=0",
+    "coordinator.evaluation.probe_prompts=0",
+    "coordinator.evaluation.heldout_prompts=128",
+)
+_MEMORISED_TASKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DemoWorkload:
+    """What is rolled out: settings over those of the file, the demo's without one; the drafter that
+    was trained on the start policy.
+    """
+
+    settings: Sequence[str]
+    drafter: Path
+    file: Path | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=above_zero(int), default=40, help="RL steps of a run")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of these")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench-hindsight"), help="folder of the runs"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of all runs"
+    )
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """All runs, workload by workload. Raises InvalidInput for a workload that is none."""
+    named = options.workloads.split(",")
+    if not set(named) <= set(WORKLOADS):
+        raise InvalidInput("no such workload", seen=options.workloads, allowed=", ".join(WORKLOADS))
+    runs: dict[str, list[DemoRun]] = {}
+    for name in named:
+        out = (options.out / name).absolute()
+        out.mkdir(parents=True, exist_ok=True)
+        workload = WORKLOADS[name](out, options.steps)
+        runs[name] = []
+        for arm in ARMS:
+            made = await _one(out, workload, arm, options)
+            say(f"{name}, {arm}: {statistics.median(made.all_rates):.0f} tokens/s")
+            runs[name].append(made)
+    return compare(runs, options.steps)
+
+
+def compare(runs: Mapping[str, Sequence[DemoRun]], steps: int) -> BenchResult:
+    """Rows and goals of finished runs, by workload."""
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for name, of in runs.items():
+        ours = next(one for one in of if one.arm == OURS)
+        rows.append(_row(name, of))
+        best = best_fixed(of)
+        ratio = paired_ratio(ours.all_rates, best.all_rates)
+        goals.append(ratio_goal(f"{name}: tokens/s, {OURS} / {best.arm}", WITHIN, ratio))
+    return BenchResult(f"default settings and fixed choices, {steps} steps", rows, goals)
+
+
+def best_fixed(runs: Sequence[DemoRun]) -> DemoRun:
+    """The fastest run with a fixed choice."""
+    fixed = [one for one in runs if one.arm != OURS]
+    return max(fixed, key=lambda one: statistics.median(one.all_rates))
+
+
+def _row(name: str, runs: Sequence[DemoRun]) -> Row:
+    ours = next(one for one in runs if one.arm == OURS)
+    speeds = {one.arm: round(statistics.median(one.all_rates)) for one in runs}
+    decisions = ours.summary["gate_decisions"]
+    return {
+        "workload": name,
+        **speeds,
+        "promoted": decisions.get("promoted", 0),
+        "frozen, woken": f"{decisions.get('frozen', 0)}, {decisions.get('reopened', 0)}",
+        "drafter steps/step": ours.summary["drafter_steps_per_rl_step"],
+        "wait %": 100 * ours.summary["preempt_wait_share"],
+    }
+
+
+def settings_of(workload: DemoWorkload, arm: str) -> list[str]:
+    """What an arm's run sets."""
+    drafter = [f"{one}.drafter={workload.drafter}" for one in ("gateway", "drafter_trainer")]
+    trained = drafter if arm in (OURS, "cotrained") else []
+    return [*workload.settings, *NO_EVALUATIONS, *trained, *ARMS[arm]]
+
+
+async def _one(out: Path, workload: DemoWorkload, arm: str, options: argparse.Namespace) -> DemoRun:
+    """The finished run of an arm, made now if it is not there."""
+
+    async def flags() -> list[str]:
+        if arm == FROZEN:
+            return ["--frozen-drafter", str(workload.drafter)]
+        return ["--no-speculation"] if arm in (NONE, "ngram") else []
+
+    settings = [*settings_of(workload, arm), *options.overrides]
+    return await demo_runs.finished_run(
+        out, options.seed, arm, options.steps, flags, settings, workload.file
+    )
+
+
+def _demo(out: Path, steps: int) -> DemoWorkload:
+    return DemoWorkload((), demo_runs.demo_folder() / "drafter_start")
+
+
+def _two_digits(out: Path, steps: int, *settings: str) -> DemoWorkload:
+    file = demo_runs.two_digits()
+    return DemoWorkload(settings, file.parent / "drafter_start", file)
+
+
+def _shift(out: Path, steps: int) -> DemoWorkload:
+    return _two_digits(out, steps, *shifted_tasks(out, steps // 2))
+
+
+def _memorised(out: Path, steps: int) -> DemoWorkload:
+    """As many tasks as a step has, the same in every step."""
+    tasks = read_tasks(demo_runs.two_digits().parent / "tasks_train.jsonl")[:_MEMORISED_TASKS]
+    write_tasks(out / "tasks.jsonl", tasks)
+    return _two_digits(out, steps, f"coordinator.tasks_path={out / 'tasks.jsonl'}")
+
+
+WORKLOADS = {
+    "demo": _demo,
+    "two_digits": _two_digits,
+    "shift": _shift,
+    "memorised": _memorised,
+}
+"""Each made in a folder, for that many steps."""

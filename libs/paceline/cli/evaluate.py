@@ -1,0 +1,146 @@
+"""Measures a policy on a file of tasks: `paceline eval`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from paceline.config import ServiceConfig, load_config
+from paceline.local.patience import patient
+from paceline.local.ports import free_ports
+from paceline.local.services import service
+from paceline.local.supervisor import Supervisor, launch_of
+from paceline.local.tokens import use_run_tokens
+from paceline.messages import task_specs
+from paceline.report.solved import accuracy, pass_figures, truncated_share
+from paceline.rpc import channel, leased, rpc_errors
+from paceline.tasks import Task, open_tasks
+from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, SamplingParams
+
+_ANSWER_S = 24 * 3600.0
+_START_S = 900.0
+"""A large model is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """What `paceline eval` was asked for."""
+
+    model: Path
+    tasks: Path
+    prompts: int  # the first so many; 0: all
+    samples: int
+    temperature: float
+    max_tokens: int
+    reward: str
+    environment: str
+    solved_above: float
+    seed: int
+    overrides: Sequence[str]  # of the gateway
+
+
+async def evaluate(options: EvaluationOptions, console: Console, *, as_json: bool) -> int:
+    """Starts a gateway for as long as it takes, prints the figures.
+
+    Raises InvalidInput for tasks that cannot be read, ConfigError for settings that cannot work,
+    Unavailable with the end of its log for a gateway that does not start.
+    """
+    tasks = open_tasks(str(options.tasks))[: options.prompts or None]
+    with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
+        words = _settings(options, folder)
+        config = load_config(ServiceConfig, "local", [], words)
+        use_run_tokens(config)
+        # Alone: it writes no trajectories, so it needs no Redis.
+        launch = replace(launch_of(service("gateway"), config, words), depends_on=())
+        async with Supervisor([launch], Path(folder)) as gateway:
+            console.print(f"starting the gateway of {options.model}", highlight=False)
+            await gateway.start(patient(_START_S))
+            began = time.monotonic()
+            samples = await _ask(config, request_of(options, tasks, config), console)
+            seconds = time.monotonic() - began
+    figures = figures_of(samples, options, seconds)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        of = f"{options.model} on {options.tasks}, {options.samples} samples of a task"
+        console.print(of, highlight=False, soft_wrap=True, markup=False)
+        console.print(_table(figures))
+    return 0
+
+
+def _settings(options: EvaluationOptions, folder: str) -> list[str]:
+    names = ("gateway", "http", "coordinator")
+    ports = zip(names, free_ports(len(names)), strict=True)
+    return [
+        f"run.dir={folder}",
+        *(f"addresses.{name}=127.0.0.1:{port}" for name, port in ports),
+        f"gateway.model={options.model.absolute()}",
+        "gateway.drafter=off",
+        *options.overrides,
+    ]
+
+
+def request_of(
+    options: EvaluationOptions, tasks: Sequence[Task], config: ServiceConfig
+) -> RunTasksRequest:
+    """What the gateway is asked for: every sample draws with a seed of its own."""
+    return RunTasksRequest(
+        context=leased(config.security, config.run.id, 0, 1),
+        purpose=PURPOSE_EVAL,
+        tasks=task_specs(enumerate(tasks), "eval"),
+        samples_per_task=options.samples,
+        sampling=SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
+        run_seed=options.seed,
+        environment=options.environment,
+        reward=options.reward,
+    )
+
+
+async def _ask(
+    config: ServiceConfig, request: RunTasksRequest, console: Console
+) -> list[SampleFinished]:
+    """All samples, with a bar on a terminal."""
+    samples: list[SampleFinished] = []
+    total = len(request.tasks) * request.samples_per_task
+    async with channel(config.addresses.gateway, config.security) as connection:
+        stub = RolloutServiceStub(connection)  # type: ignore[no-untyped-call]
+        with Progress(console=console, transient=True) as bar, rpc_errors():
+            done = bar.add_task("samples", total=total)
+            async for news in stub.RunTasks(request, timeout=_ANSWER_S):
+                if news.HasField("sample"):
+                    samples.append(news.sample)
+                    bar.update(done, completed=len(samples))
+    return samples
+
+
+def figures_of(
+    samples: Sequence[SampleFinished], options: EvaluationOptions, seconds: float
+) -> dict[str, float | int]:
+    """Accuracy as avg@k, pass@k where a task has several samples, lengths and speed."""
+    tokens = [one.response_tokens for one in samples]
+    return {
+        "samples": len(samples),
+        "accuracy": accuracy(samples, options.solved_above),
+        **pass_figures(samples, options.samples, options.solved_above),
+        "reward": sum(one.reward.value for one in samples) / max(len(samples), 1),
+        "response_tokens": sum(tokens) / max(len(samples), 1),
+        "truncated": truncated_share(samples),
+        "tokens_per_s": sum(tokens) / max(seconds, 1e-9),
+    }
+
+
+def _table(figures: Mapping[str, float | int]) -> Table:
+    table = Table(show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    return table

@@ -1,0 +1,150 @@
+"""Defines the commands on the files of a run, and before one: report, page, logs, eval, init."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paceline.cli.command import Overrides, console, refused, run_to_exit
+from paceline.errors import NotFound, PacelineError
+from paceline.local.processes import usable_cores
+
+Run = Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")]
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(help="runs, by directory or by id below runs/")],
+    out: Annotated[Path, typer.Option(help="page with several runs side by side")] = Path(
+        "compare.html"
+    ),
+) -> None:
+    """Write summary and report of a run as far as it has come; of several also one page."""
+    from paceline.cli.report import report_runs
+
+    run_to_exit(report_runs(runs, out, console))
+
+
+def page(
+    run: Run,
+    port: Annotated[int, typer.Option(min=0, help="on 127.0.0.1; 0: one that is free")] = 0,
+) -> None:
+    """Serve a live page about a run, for this machine's browser alone."""
+    from paceline.cli.page import serve_page
+
+    run_to_exit(serve_page(run, port, console))
+
+
+def logs(
+    run: Run,
+    services: Annotated[
+        list[str] | None, typer.Argument(help="of these services; else of all", show_default=False)
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", min=1, help="last lines of each")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on as they grow")] = False,
+) -> None:
+    """Print the ends of the logs of a run."""
+    from paceline.cli.access import run_directory
+
+    try:
+        files = _logs(run_directory(run) / "logs", services or [])
+    except PacelineError as error:
+        raise refused(error) from error
+    tail = shutil.which("tail")
+    if tail is None:
+        raise refused(NotFound("no tail on PATH", seen=os.environ.get("PATH", "")))
+    command = [tail, "-n", str(lines), *(["-F"] if follow else []), "--", *map(str, files)]
+    os.execv(tail, command)  # noqa: S606
+
+
+def _logs(folder: Path, services: list[str]) -> list[Path]:
+    """Logs of services and of their ranks. Raises NotFound for a service that has none."""
+    there = sorted(folder.glob("*.log"))
+    if not services:
+        return there
+    found = [
+        path
+        for name in services
+        for path in there
+        if path.stem == name or path.stem.startswith(f"{name.replace('-', '_')}.")
+    ]
+    if not found:
+        names = ", ".join(path.stem for path in there)
+        raise NotFound("no such logs", seen=", ".join(services), allowed=names or "none yet")
+    return found
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="checkpoint directory in Hugging Face format")],
+    tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=0, help="the first so many; 0: all")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each: avg@k and pass@k")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 512,
+    reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
+    environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
+    solved_above: Annotated[float, typer.Option(help="reward above which one counts")] = 0.5,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Measure a policy on a file of tasks, with a gateway of its own.
+
+    Settings of the gateway: paceline eval DIR FILE gateway.engine.workers=2
+    """
+    from paceline.cli.evaluate import EvaluationOptions
+    from paceline.cli.evaluate import evaluate as run_evaluation
+
+    options = EvaluationOptions(
+        model=model,
+        tasks=tasks,
+        prompts=prompts,
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        reward=reward,
+        environment=environment,
+        solved_above=solved_above,
+        seed=seed,
+        overrides=tuple(overrides or ()),
+    )
+    run_to_exit(run_evaluation(options, console, as_json=as_json))
+
+
+def init(
+    model: Annotated[Path, typer.Argument(help="checkpoint directory in Hugging Face format")],
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
+    tasks: Annotated[
+        Path | None, typer.Option(help="task file; without one agents bring the tasks")
+    ] = None,
+    heldout: Annotated[Path | None, typer.Option(help="task file of evaluations")] = None,
+    reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
+) -> None:
+    """Write a commented TOML of a run that trains a model."""
+    from paceline.cli.init import write_settings
+
+    workers = usable_cores()
+    try:
+        plan = write_settings(
+            out, model, tasks=tasks, heldout=heldout, reward=reward, workers=workers
+        )
+    except PacelineError as error:
+        raise refused(error) from error
+    shown = Console()
+    for line in plan.lines:
+        shown.print(line, highlight=False, soft_wrap=True, markup=False)
+    shown.print(f"wrote {out}; run it with: paceline up --config {out}", highlight=False)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "report": report,
+    "page": page,
+    "logs": logs,
+    "eval": evaluate,
+    "init": init,
+}

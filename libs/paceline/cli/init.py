@@ -1,0 +1,107 @@
+"""Writes the settings of a new run: `paceline init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.cli.plan import Checked, plan_run
+from paceline.errors import ConfigError
+from paceline.whole_files import write_whole
+
+_TEMPLATE = """\
+# A run of Paceline: paceline up --config {file}
+# Every setting, with its default: docs/settings.md. What is left out here has its default.
+[run]
+id = {id}
+dir = {dir}                   # journal, checkpoints, logs and report; a run goes on from here
+seed = 0
+
+[telemetry]
+spans_dir = {spans}           # what the report's latencies and its trace are made of
+
+[coordinator]
+steps = 100                   # RL steps
+{tasks}
+prompts_per_step = 16         # tasks of a step ...
+samples_per_task = 8          # ... each answered so many times: a group
+training_interval_steps = 1   # the drafter trains in every so many steps
+min_workers_for_training = 1
+
+[coordinator.sampling]
+temperature = 1.0
+max_tokens = 512
+
+[gateway]
+model = {model}
+drafter = "eagle"             # begins with nothing; or off, ngram, a directory
+
+[gateway.engine]
+kind = "embedded"             # or "sglang", on GPUs: make setup-sglang
+workers = {workers}           # one on each slot: a GPU, on CPU a core
+threads = 1
+max_batch = 32                # sequences of a worker
+max_sequence_tokens = 1024    # prompt and response
+
+[policy_trainer]
+model = {model}
+threads_per_rank = 1
+
+[policy_trainer.algorithm]
+name = "grpo"                 # docs/algorithms.md has ten
+
+[policy_trainer.optimizer]
+lr = 1e-6
+
+[drafter_trainer]
+model = {model}
+drafter = "eagle"
+ranks = 1
+threads_per_rank = 1
+"""
+_OWN_TASKS = """\
+tasks_path = {tasks}
+{heldout}
+reward = {reward}       # of rollout_gateway.rewards, or package.module:rule"""
+_AGENT = """\
+environment = "external"      # the tasks of your agents: docs/agents.md
+reward = "agent"              # whoever answers scores"""
+
+
+def write_settings(
+    file: Path, model: Path, *, tasks: Path | None, heldout: Path | None, reward: str, workers: int
+) -> Checked:
+    """Writes a commented TOML of a run that trains this model, and returns what the run would get.
+
+    Raises ConfigError for a file that is there already, and for settings that cannot work.
+    """
+    if file.exists():
+        raise ConfigError("this file is there already", seen=file, allowed="another name")
+    name = file.stem
+    values = {
+        "id": name,
+        "dir": f"runs/{name}",
+        "spans": f"runs/{name}/spans",
+        "model": str(model),
+    }
+    quoted = {key: _quoted(value) for key, value in values.items()}
+    text = _TEMPLATE.format(
+        file=file, tasks=_tasks(tasks, heldout, reward), workers=workers, **quoted
+    )
+    write_whole(file, text)
+    try:
+        return plan_run([file], [])
+    except ConfigError:
+        file.unlink()
+        raise
+
+
+def _tasks(tasks: Path | None, heldout: Path | None, reward: str) -> str:
+    if tasks is None:
+        return _AGENT
+    held = f"heldout_path = {_quoted(str(heldout))}" if heldout else "# heldout_path = ..."
+    return _OWN_TASKS.format(tasks=_quoted(str(tasks)), heldout=held, reward=_quoted(reward))
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,234 @@
+"""Serves a live page about a run: `paceline page`. A subscriber like any other, so that nobody who
+computes draws; what it shows is what the report will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from paceline.cli.access import run_directory
+from paceline.cli.results import JOURNAL, collect
+from paceline.cli.run_files import RunFiles, files_of
+from paceline.cli.watch import RunState, follow
+from paceline.config import ServiceConfig, load_config
+from paceline.errors import DataLoss, PacelineError
+from paceline.local.ports import free_ports
+from paceline.local.tokens import use_run_tokens
+from paceline.report.html import content, document, style_sheet
+from paceline.report.journal import read_history
+from paceline.report.spans import read_report
+from paceline.report.summary import summarize
+from paceline.rpc import names_loopback
+from paceline.streams import LedgerCount
+from paceline.telemetry import get_logger
+from paceline.v1.coordinator_pb2 import StepRecord
+
+COOKIE = "paceline_page"
+_SCRIPT = Path(__file__).with_name("page.js")
+_POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'"
+_REST = 20.0
+"""Times as long as a drawing took, it is not drawn again: a twentieth of a core at most."""
+_LEAST_REST_S, _STATE_REST_S = 1.0, 0.2
+_SILENCE_S = 15.0
+"""A listener hears at least so often that its connection lives."""
+_NOTHING = "<p class='empty'>the run has not begun</p>"
+
+
+class LivePage:
+    """The newest drawing of a run and its state, and whoever waits for the next."""
+
+    def __init__(self, config: ServiceConfig, files: RunFiles, folder: Path) -> None:
+        """`folder`: for copies of the journal, this page's own."""
+        self._config, self._files = config, files
+        self._copy = replace(files, directory=folder, spans_dir=str(files.spans))
+        self._due, self._changed = asyncio.Event(), asyncio.Event()
+        self._due.set()
+        self.state = RunState(config.run.id, 0, self._finished, on_change=self._changed.set)
+        self.drawn = _NOTHING
+        self._news = asyncio.Condition()
+        self._number = {"content": 0, "state": 0}  # of the newest of each kind
+
+    def _finished(self, record: StepRecord) -> None:
+        self._due.set()
+
+    async def draw(self) -> None:
+        """Draws whenever a step has ended, for ever."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            began = time.monotonic()
+            try:
+                ledger = await collect(self._config, self._copy)
+                self.drawn = await asyncio.to_thread(self._content, ledger)
+            except DataLoss:
+                pass  # it has not begun
+            except PacelineError as error:  # its Redis has left, or restarts
+                get_logger("page").info("the last drawing stays", error=str(error))
+            await self._tell("content")
+            await asyncio.sleep(max(_LEAST_REST_S, _REST * (time.monotonic() - began)))
+
+    def _content(self, ledger: LedgerCount) -> str:
+        history = read_history(self._copy.directory / JOURNAL)
+        spans = read_report(self._copy.spans)
+        settings = self._files.read_config()
+        return content(
+            summarize(self._files.run_id, history, ledger, spans, {}, settings), history, spans
+        )
+
+    async def watch(self) -> None:
+        """Follows the run's facts until it ends, and tells listeners what changes."""
+
+        async def tell() -> None:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await self._tell("state")
+                await asyncio.sleep(_STATE_REST_S)
+
+        telling = asyncio.create_task(tell())
+        try:
+            await follow(self._config, self.state)
+            await self._tell("state")
+            self._due.set()
+        finally:
+            telling.cancel()
+
+    def state_json(self) -> str:
+        """The state, as listeners get it."""
+        known = self.state
+        return json.dumps(
+            {
+                "complete": known.complete,
+                "total_steps": known.total_steps,
+                "phase": known.phase,
+                "failure": known.failure,
+                "slots": dict(sorted(known.holders.items())),
+                "away": list(known.away),
+            }
+        )
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events: `state` with the state, `content` when there is a new drawing. A slow
+        listener misses what was between.
+        """
+        heard = dict.fromkeys(self._number, -1)
+        while True:
+            for kind, number in self._number.items():
+                if heard[kind] != number:
+                    heard[kind] = number
+                    data = self.state_json() if kind == "state" else str(number)
+                    yield f"event: {kind}\ndata: {data}\n\n"
+            try:
+                async with asyncio.timeout(_SILENCE_S), self._news:
+                    await self._news.wait_for(lambda: heard != self._number)
+            except TimeoutError:
+                yield ": still here\n\n"
+
+    async def _tell(self, kind: str) -> None:
+        async with self._news:
+            self._number[kind] += 1
+            self._news.notify_all()
+
+
+def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
+    """What a browser talks to; `token` opens it, once in the address, then as a cookie."""
+
+    async def first(request: Request) -> Response:
+        if given := request.query_params.get("token"):
+            if not hmac.compare_digest(given.encode(), token.encode()):
+                return _refused()
+            answer = RedirectResponse("/", HTTPStatus.SEE_OTHER)
+            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return answer
+        return await opened(lambda: _html(_frame(run_id)))(request)
+
+    def opened(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            given = request.cookies.get(COOKIE, "")
+            near = names_loopback(request.headers.get("host", ""))
+            right = hmac.compare_digest(given.encode(), token.encode())
+            return make() if near and right else _refused()
+
+        return answer
+
+    script, style = _SCRIPT.read_text(encoding="utf-8"), style_sheet()
+    made: dict[str, Callable[[], Response]] = {
+        "/content": lambda: _html(page.drawn),
+        "/events": lambda: StreamingResponse(page.events(), media_type="text/event-stream"),
+        "/page.js": lambda: Response(script, media_type="text/javascript"),
+        "/style.css": lambda: Response(style, media_type="text/css"),
+    }
+    routes = [Route("/", first), *(Route(path, opened(make)) for path, make in made.items())]
+    return Starlette(routes=routes)
+
+
+def _frame(run_id: str) -> str:
+    head = '<link rel="stylesheet" href="style.css"><script src="page.js" defer></script>'
+    body = f'<main><p class="note" id="state">connecting</p><div id="run">{_NOTHING}</div></main>'
+    return document(f"Paceline run {run_id}, live", head, body)
+
+
+def _html(text: str) -> Response:
+    headers = {"content-security-policy": _POLICY, "cache-control": "no-store"}
+    return HTMLResponse(text, headers=headers)
+
+
+def _refused() -> Response:
+    words = "This page opens with the address that paceline page has printed."
+    return Response(words, HTTPStatus.UNAUTHORIZED)
+
+
+async def serve_page(run: str, port: int, console: Console) -> int:
+    """Serves until Ctrl-C, also after the run has ended.
+
+    Raises NotFound for a run that is none, Unavailable where its Redis is away.
+    """
+    config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
+    use_run_tokens(config)
+    files, token = files_of(config), secrets.token_urlsafe(24)
+    chosen = port or free_ports(1)[0]
+    with tempfile.TemporaryDirectory(prefix="paceline-page-") as folder:
+        page = LivePage(config, files, Path(folder))
+        app = page_app(page, files.run_id, token)
+        server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=chosen, log_config=None, access_log=False)
+        )
+        console.print(
+            f"live page of {files.run_id}: [bold]http://127.0.0.1:{chosen}/?token={token}[/]; "
+            "Ctrl-C ends it, not the run",
+            highlight=False,
+            soft_wrap=True,
+        )
+        beside = [asyncio.create_task(one) for one in (page.draw(), _watched(page, console))]
+        try:
+            await server.serve()
+        finally:
+            for task in beside:
+                task.cancel()
+            for defect in await asyncio.gather(*beside, return_exceptions=True):
+                if isinstance(defect, Exception):
+                    raise defect
+    return 0
+
+
+async def _watched(page: LivePage, console: Console) -> None:
+    try:
+        await page.watch()
+    except PacelineError as error:
+        console.print(f"the page lost the run: {error}", markup=False, highlight=False)

@@ -1,0 +1,95 @@
+"""Writes the reports of runs once more, and several side by side: `paceline report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.access import run_directory
+from paceline.cli.results import JOURNAL, collect, print_results, write_results
+from paceline.cli.run_files import RunFiles, files_of
+from paceline.config import ServiceConfig, load_config
+from paceline.errors import FailedPrecondition, InvalidInput
+from paceline.local.owner import SUPERVISOR, owned
+from paceline.local.patience import patient
+from paceline.local.services import service
+from paceline.local.supervisor import Supervisor, launch_of
+from paceline.report.compare import COLORS, ComparedRun, comparison, figures
+from paceline.report.journal import read_history
+from paceline.report.summary import Summary
+from paceline.streams import LedgerCount
+from paceline.whole_files import write_whole
+
+_REDIS_S = 60.0
+
+
+async def report_runs(runs: Sequence[str], page: Path, console: Console) -> int:
+    """Steps, summary and report of each run as far as it has come, whether it goes on or not; of
+    several also a page with all of them, side by side.
+
+    Raises NotFound for a run that is none, Unavailable where its Redis cannot be read, DataLoss for
+    a run that has not begun, InvalidInput for more than can be told apart.
+    """
+    if len(runs) > COLORS:
+        raise InvalidInput("too many runs for one page", seen=len(runs), allowed=f"1..{COLORS}")
+    found = [await _written(run) for run in runs]
+    if len(found) == 1:
+        print_results(found[0][1], found[0][0], console)
+        return 0
+    named = {
+        name: ComparedRun(summary, read_history(files.directory / JOURNAL))
+        for name, (files, summary) in zip(_names(runs, found), found, strict=True)
+    }
+    write_whole(page, comparison(named))
+    table = Table("", *named)
+    for row in figures(named):
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"side by side: {page}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _names(runs: Sequence[str], found: Sequence[tuple[RunFiles, Summary]]) -> list[str]:
+    """Ids of the runs where these tell them apart, else what their directories differ in."""
+    ids = [files.run_id for files, _ in found]
+    if len(set(ids)) == len(ids):
+        return ids
+    parts = [files.directory.parts for files, _ in found]
+    differing = [len(set(at)) > 1 for at in zip(*parts, strict=False)]
+    names = ["/".join(compress(one, differing)) for one in parts]
+    return names if len(set(names)) == len(names) else list(runs)
+
+
+async def _written(run: str) -> tuple[RunFiles, Summary]:
+    config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
+    files = files_of(config)
+    ledger = await _read(config, files)
+    return files, write_results(files, ledger, _known_pids(files))
+
+
+async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
+    """Its journal and ledger, from the Redis that serves, else from one over its files."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(owned(files.directory, SUPERVISOR))
+        except FailedPrecondition:
+            return await collect(config, files)  # it goes on
+        words = ["--config", str(files.config)]
+        redis = Supervisor([launch_of(service("redis"), config, words)], files.directory)
+        async with redis:
+            await redis.start(patient(_REDIS_S))
+            return await collect(config, files)
+
+
+def _known_pids(files: RunFiles) -> dict[str, int]:
+    if not files.summary.is_file():
+        return {}
+    kept: dict[str, Any] = json.loads(files.summary.read_text(encoding="utf-8"))
+    return dict(kept.get("pids", {}))

@@ -1,0 +1,97 @@
+"""Supervises the services of a run until it ends or a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.cli.plan import Checked
+from paceline.config import ServiceConfig
+from paceline.local.launch import ChildEvent, Launch
+from paceline.local.patience import patient
+from paceline.local.supervisor import Supervisor
+
+EXIT_INTERRUPTED = 130
+_AFTER_ITS_OWN_S = 30.0
+"""A service that is late says so itself before it is given up here."""
+_ALL_S = 300.0
+"""For services that wait for others, beyond the slowest one's own deadline."""
+
+_STOP_GRACE_S = 20.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def supervisor_of(
+    config: ServiceConfig,
+    launches: Sequence[Launch],
+    run_dir: Path,
+    plan: Checked,
+    on_event: Callable[[ChildEvent], None],
+) -> Supervisor:
+    """A supervisor of a run's processes, with the limits of its settings."""
+    return Supervisor(
+        launches,
+        run_dir,
+        on_event=on_event,
+        health_s=_health_s(plan),
+        heartbeat_s=config.run.heartbeat_s,
+        hung_s=config.run.hung_s,
+    )
+
+
+def _health_s(plan: Checked) -> float:
+    """Seconds that a service may take to its start."""
+    return patient(plan.start_s + _AFTER_ITS_OWN_S)
+
+
+async def supervise(
+    supervisor: Supervisor, when_started: Callable[[], Awaitable[None]], plan: Checked
+) -> bool:
+    """Start all, await `when_started`, wait for the end of the run. True: it ended by itself;
+    False: a signal came.
+
+    Raises what the supervisor raises. The services still run when it returns, so that they can be
+    asked; call stop_all() in any case.
+    """
+
+    async def work() -> None:
+        await supervisor.start(_health_s(plan) + patient(_ALL_S))
+        await when_started()
+        await supervisor.wait_finished()
+
+    with _stop_requests() as stop:
+        asked, working = asyncio.create_task(stop.wait()), asyncio.create_task(work())
+        try:
+            await asyncio.wait({asked, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            asked.cancel()
+            working.cancel()
+            await asyncio.gather(asked, working, return_exceptions=True)
+
+
+async def stop_all(supervisor: Supervisor) -> None:
+    """Stop every child; further signals do not interrupt it, so that none is left."""
+    with _stop_requests():
+        await supervisor.stop(_STOP_GRACE_S)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[asyncio.Event]:
+    """An event that signals set instead of ending the process."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""How much more of a drafter's drafts is accepted than of its predecessor's, as who trained it has
+measured; travels with its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from paceline.errors import DataLoss, InvalidInput
+from paceline.weights.manifest import ACCEPTANCE, DOCUMENTS
+
+FILE = DOCUMENTS[ACCEPTANCE]
+MAX_POSITIONS = 64
+ROUNDING = 1e-6
+SELDOM = 0.01
+"""Of a draft whose predecessors are accepted more seldom, what was before says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceShift:
+    """Survival at draft i, the probability that drafts 1 .. i are all accepted, of both drafters on
+    the same rows.
+    """
+
+    over: int  # version of the predecessor
+    before: tuple[float, ...]  # [K] survival of the predecessor
+    after: tuple[float, ...]  # [K] of the drafter
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.before) == len(self.after) <= MAX_POSITIONS:
+            raise InvalidInput(
+                "survival of two drafters by position",
+                seen=f"{len(self.before)} and {len(self.after)} positions",
+                allowed=f"as many of both, 1 to {MAX_POSITIONS}",
+            )
+        for survival in (self.before, self.after):
+            _check_survival(survival)
+
+    def length_gain(self, drafts: int) -> float:
+        """E[len] up to so many drafts, the bonus token included, over that of the predecessor."""
+        return (1.0 + sum(self.after[:drafts])) / (1.0 + sum(self.before[:drafts]))
+
+    def chance(self, draft: int) -> float:
+        """That this draft (from 0) is accepted once those before it were; one beyond the measured
+        ones has the chance of the last.
+        """
+        return conditional(self.after)[min(draft, len(self.after) - 1)]
+
+    def shifted(self, draft: int, chance: float) -> float:
+        """The same where that of the predecessor was `chance`, on other rows."""
+        at, after = min(draft, len(self.before) - 1), self.chance(draft)
+        if (1.0, *self.before)[at] < SELDOM:
+            return after
+        return min(max(chance + after - conditional(self.before)[at], 0.0), 1.0)
+
+    def to_json(self) -> str:
+        """Text of FILE."""
+        return json.dumps(asdict(self))
+
+
+def shift_over(shift: AcceptanceShift | None, serving: int) -> AcceptanceShift | None:
+    """The shift where it speaks of the drafter that serves."""
+    return shift if shift is not None and shift.over == serving else None
+
+
+def conditional(survival: Sequence[float]) -> tuple[float, ...]:
+    """Acceptance of draft i where all before it were accepted; 0 where that never happened."""
+    before = (1.0, *survival[:-1])
+    return tuple(
+        now / earlier if earlier > 0 else 0.0 for now, earlier in zip(survival, before, strict=True)
+    )
+
+
+def read_shift(directory: Path) -> AcceptanceShift | None:
+    """What lies beside a version's weights; None where nothing does. Raises DataLoss."""
+    path = directory / FILE
+    try:
+        said = json.loads(path.read_bytes())
+        before, after = (tuple(map(float, said[key])) for key in ("before", "after"))
+        return AcceptanceShift(_whole(said["over"]), before, after)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InvalidInput) as error:
+        raise DataLoss(f"{path} tells no acceptance", seen=str(error)[:120]) from error
+
+
+def _whole(number: object) -> int:
+    if not isinstance(number, int):
+        raise InvalidInput("over is no version", seen=number, allowed="a whole number")
+    return number
+
+
+def _check_survival(survival: Sequence[float]) -> None:
+    """Raises InvalidInput unless it falls from 1 at most to 0 at least."""
+    steps = (1.0, *survival, 0.0)
+    falls = all(now <= before + ROUNDING for before, now in pairwise(steps))
+    if not falls or not all(map(math.isfinite, survival)):
+        raise InvalidInput(
+            "survival of drafts by position", seen=list(survival), allowed="falling, from 1 to 0"
+        )

@@ -1,0 +1,108 @@
+"""Gives the memory of tensors back to their device while others compute there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from paceline.training.shards import local_of
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A tensor's numbers while its memory is given back."""
+
+    copy: Tensor
+    nbytes: int
+    """Of its storage: shards are padded behind what the tensor shows."""
+
+
+def lay_aside(
+    tensors: Mapping[str, Tensor], into: Mapping[str, Aside] | None = None
+) -> dict[str, Aside]:
+    """Copies to the CPU (pinned where there is CUDA) and gives the memory back; each tensor has a
+    storage of its own. `into`: what an earlier call made of them, which is overwritten.
+
+    The tensors keep their identity, so that views and the optimiser's references to them stay good.
+    """
+    aside = {}
+    for key, tensor in tensors.items():
+        if into is None:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        else:
+            copy = into[key].copy
+        aside[key] = Aside(copy.copy_(tensor.detach()), tensor.untyped_storage().nbytes())
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(0)
+    return aside
+
+
+@torch.no_grad()
+def bring_back(tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> None:
+    """Undoes `lay_aside`."""
+    for key, tensor in tensors.items():
+        tensor.untyped_storage().resize_(aside[key].nbytes)
+        tensor.copy_(aside[key].copy)
+
+
+class Offload:
+    """Tensors that leave their device together and come back, sharded and quantised ones too."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._parts = {_key(part): part for tensor in tensors for part in _plain_parts(tensor)}
+        self._aside: dict[str, Aside] | None = None
+        self._away = False
+
+    def leave(self) -> None:
+        """Copies the numbers to the CPU and gives the device's memory back."""
+        if not self._away:
+            self._aside = lay_aside(self._parts, self._aside)
+            self._away = True
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """Undoes `leave`."""
+        if self._away:
+            assert self._aside is not None
+            bring_back(self._parts, self._aside)
+            self._away = False
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """This rank's part of one of them, wherever its numbers are; not to be written to."""
+        part = local_of(tensor)
+        if not self._away:
+            return part
+        if is_traceable_wrapper_subclass(part):
+            return _rebuilt(part, {name: self.numbers(one) for name, one in _inner(part)})
+        assert self._aside is not None
+        return self._aside[_key(part)].copy
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a rank's part consists of: of a quantised one codes and scales."""
+    part = local_of(tensor)
+    if is_traceable_wrapper_subclass(part):
+        for _, inner in _inner(part):
+            yield from _plain_parts(inner)
+    else:
+        yield part
+
+
+def _inner(tensor: Any) -> list[tuple[str, Tensor]]:
+    return [(name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+
+
+def _rebuilt(tensor: Any, parts: dict[str, Tensor]) -> Tensor:
+    context = tensor.__tensor_flatten__()[1]
+    made: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return made
+
+
+def _key(tensor: Tensor) -> str:
+    return str(tensor.untyped_storage()._cdata)

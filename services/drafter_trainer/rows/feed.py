@@ -1,0 +1,131 @@
+"""Reads captured rows from their stream and decodes them, in a thread, leased or not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from drafter_trainer.rows.sample import FeatureSample, sample_from
+from paceline import telemetry
+from paceline.errors import DataLoss, ResourceExhausted, Unavailable
+from paceline.models.config import ModelConfig
+from paceline.streams import Entry, Stream, decode_features
+from paceline.telemetry import span
+
+GROUP, CONSUMER = "drafter", "rank0"
+ENTRIES_PER_READ = 32
+"""Few, so that a batch of long rows is not waited for."""
+READ_S = 1.0
+"""Seconds that a read waits for rows."""
+RETRY_S = 1.0
+OPEN_S = 10.0
+CLOSE_S = 5.0
+
+log = telemetry.get_logger("drafter_trainer.feed")
+
+
+class RowFeed:
+    """Gives every sample to `take`, from its thread; entries leave the stream once decoded.
+
+    A Redis that is away or full costs the rows that it has dropped meanwhile, nothing else.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], Stream],
+        target: ModelConfig,
+        take: Callable[[list[FeatureSample]], None],
+    ) -> None:
+        """open_stream: called in the thread, whose connections are its own."""
+        self._open_stream, self._target, self._take = open_stream, target, take
+        self.dropped: Counter[str] = Counter()  # entries that became no sample, by reason
+        self._opened = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._holds = True  # perhaps entries that an earlier process, or a broken read, was given
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="row-feed", daemon=True)
+
+    def start(self) -> None:
+        """Returns when the group is made, so that no batch appended from now on is missed; after
+        OPEN_S in any case: where Redis is away it is made later.
+        """
+        self._thread.start()
+        self._opened.wait(OPEN_S)
+
+    def check(self) -> None:
+        """Raises what has ended the thread, if something has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._loop is not None and self._following is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._following.cancel)
+            self.join(CLOSE_S)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    async def _main(self) -> None:
+        self._loop, stream = asyncio.get_running_loop(), self._open_stream()
+        self._following = asyncio.ensure_future(self._follow(stream))
+        try:
+            await self._following
+        finally:
+            await stream.close()
+
+    async def _follow(self, stream: Stream) -> None:
+        while True:
+            try:
+                if not self._opened.is_set():
+                    await stream.create_group(GROUP)
+                    self._opened.set()
+                await self._read(stream)
+            except (ResourceExhausted, Unavailable, TimeoutError) as error:
+                self._holds = True
+                log.warning("features cannot be read now", error=str(error) or "no answer in time")
+                await asyncio.sleep(RETRY_S)
+
+    async def _read(self, stream: Stream) -> None:
+        async with asyncio.timeout(2 * READ_S):
+            entries = await stream.unacked(GROUP, CONSUMER) if self._holds else []
+            self._holds = False
+            entries += await stream.read(GROUP, CONSUMER, ENTRIES_PER_READ, READ_S)
+        if not entries:
+            return
+        with span(
+            "features.read",
+            kind="consumer",
+            links=[entry.fields.get("traceparent", "") for entry in entries],
+        ):
+            usable = {
+                entry.id: sample
+                for entry in entries
+                if (sample := await self._decode(stream, entry)) is not None
+            }
+            self._take(list(usable.values()))
+            await stream.ack(GROUP, list(usable), delete=True)
+
+    async def _decode(self, stream: Stream, entry: Entry) -> FeatureSample | None:
+        try:
+            sample = sample_from(decode_features(entry.fields, entry.payload), self._target)
+            return replace(sample, traceparent=entry.fields.get("traceparent", ""))
+        except DataLoss as error:
+            self.dropped["unusable"] += 1
+            log.warning("feature batch cannot be used", entry=entry.id, error=str(error))
+            await stream.dead_letter(GROUP, entry, str(error))
+            return None

@@ -1,0 +1,48 @@
+"""Takes a learner's models and moments off their device, and puts them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.training.offload import Offload
+from paceline.training.optimizer import NamedAdamW
+
+
+class DeviceMemory:
+    """What a rank keeps of its models between steps: shards and moments; gradients there are only
+    within a step.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedAdamW]) -> None:
+        self._models = models
+        self._offload = Offload([*_parameters(models), *_moments(optimizers)])
+
+    def leave(self) -> None:
+        """Gives the memory back until `enter`; the numbers stay on the CPU."""
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # what a forward without backward has gathered
+        self._offload.leave()
+
+    def enter(self) -> None:
+        """Undoes `leave`."""
+        self._offload.come_back()
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or a moment, wherever it is; not to be written to."""
+        return self._offload.numbers(tensor)
+
+
+def _parameters(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for model in models:
+        yield from model.parameters()
+
+
+def _moments(optimizers: Sequence[NamedAdamW]) -> Iterator[Tensor]:
+    for optimizer in optimizers:
+        for name in optimizer.parameters:
+            yield from optimizer.moments(name).values()

@@ -1,0 +1,70 @@
+"""Tokens of texts and texts of tokens as vLLM spells them; nothing is generated."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rollout_gateway.api.http import bodies
+from rollout_gateway.api.http.keys import caller_of, gateway_of
+from rollout_gateway.api.http.openai.schema import ChatMessage, ToolBody
+from rollout_gateway.api.http.shapes import MAX_MESSAGES, MAX_TOOLS, Several, StrictShape
+from rollout_gateway.chat.messages import ChatRequest
+from rollout_gateway.chat.text import TextCodec
+
+CONTEXTS = 8
+"""A text is counted, and ids are read, up to so many times what the model reads."""
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class TokenizeBody(StrictShape):
+    """POST /tokenize: a text, or a conversation under the chat template."""
+
+    prompt: str | None = None
+    messages: Several[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
+    tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
+    add_special_tokens: bool = True
+
+    def ids(self, codec: TextCodec, longest: int) -> tuple[int, ...]:
+        """Of what was given. Raises InvalidInput for more than `longest`."""
+        if self.messages is not None:
+            messages = tuple(one.message() for one in self.messages)
+            tools = tuple(one.function.shown() for one in self.tools or ())
+            return codec.encode_chat(ChatRequest(messages, tools), longest)
+        encode = codec.encode if self.add_special_tokens else codec.encode_piece
+        return encode(self.prompt or "", longest)
+
+
+class DetokenizeBody(StrictShape):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+
+
+async def tokenize(request: Request) -> Response:
+    """The ids of a text or a conversation."""
+    await caller_of(request)
+    body, gateway = await bodies.read(request, TokenizeBody), gateway_of(request)
+    if (body.prompt is None) == (body.messages is None):
+        given = [name for name in ("prompt", "messages") if getattr(body, name) is not None]
+        raise bodies.FieldError("prompt", "stands alone", seen=given, allowed="prompt, or messages")
+    reads = gateway.router.ready.max_sequence_tokens
+    work = partial(body.ids, gateway.codec, CONTEXTS * reads)
+    ids = await gateway.aside.run(request.state.body_bytes, work)
+    return JSONResponse({"count": len(ids), "max_model_len": reads, "tokens": ids})
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of ids, special tokens by their names."""
+    await caller_of(request)
+    body, gateway = await bodies.read(request, DetokenizeBody), gateway_of(request)
+    most = CONTEXTS * gateway.router.ready.max_sequence_tokens
+    if len(body.tokens) > most:
+        raise bodies.FieldError("tokens", "are too many", seen=len(body.tokens), allowed=most)
+    work = partial(gateway.codec.decode_all, body.tokens)
+    text = await gateway.aside.run(request.state.body_bytes, work)
+    return JSONResponse({"prompt": text})

@@ -1,0 +1,49 @@
+"""The whole loop: a drafter that begins with nothing learns in the rollouts' idle time, is promoted
+and drafts what the policy accepts. Each trained kind in a run of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from demo_runs import demo
+
+from paceline.local.patience import patient
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 20
+TRAINED = [kind for kind in SPECULATORS.values() if kind.trained]
+
+
+@pytest.mark.parametrize("kind", TRAINED, ids=lambda kind: kind.name)
+def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
+    kind: SpeculatorKind, tmp_path: Path
+) -> None:
+    from_nothing = (
+        f"gateway.drafter={kind.name}",
+        f"drafter_trainer.drafter={kind.name}",
+        f"gateway.speculation.arms={json.dumps(['off', *kind.arms])}",
+        f"coordinator.evaluation.probe_arm={kind.arms[-1]}",
+        "drafter_trainer.gate.interval_steps=20",
+        "coordinator.evaluation.heldout_prompts=16",
+        "coordinator.evaluation.probe_prompts=32",
+    )
+    process = demo(tmp_path, "--steps", str(STEPS), *from_nothing)
+    output, _ = process.communicate(timeout=patient(600))
+    assert process.returncode == 0, output
+    run = tmp_path / "demo-0-1"
+    summary = json.loads((run / "summary.json").read_text())
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    served = [int(step["versions"].get("drafter", 0)) for step in steps]
+    assert served[0] == 0
+    assert served[-1] >= 1, "nothing was promoted"
+    assert served == sorted(served)
+    assert summary["accept_len_last"] > summary["accept_len_first"] + 0.2
+    assert summary["drafter_steps"] >= 5 * STEPS
+    arms = [name for step in steps[-3:] for name in step["arm_rounds"]]
+    assert any(name.startswith(f"{kind.name}:") for name in arms)
+    assert summary["preempt_wait_share"] < 0.05

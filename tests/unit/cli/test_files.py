@@ -1,0 +1,128 @@
+"""Commands on what a run leaves, and before one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.demo_runs import demo_folder
+from coordinator.config import CoordinatorConfig
+from paceline.cli.init import write_settings
+from paceline.cli.main import app
+from paceline.config import load_config
+from paceline.config.tables import read_tables
+from paceline.errors import ConfigError
+
+POLICY = demo_folder() / "policy_start"
+TASKS = demo_folder() / "tasks_train.jsonl"
+
+
+def paceline(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline.cli.main", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The files of a run with two logs."""
+    folder = tmp_path / "runs" / "demo-0-1"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.toml").write_text("")
+    for name in ("gateway", "policy_trainer.rank-rank0"):
+        lines = "".join(f"{name} {number}\n" for number in range(30))
+        (folder / "logs" / f"{name}.log").write_text(lines)
+    return folder
+
+
+def test_the_version_is_printed_alone() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0
+    assert done.output.strip().count(".") >= 2
+    assert "\n" not in done.output.strip()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands(shell: str) -> None:
+    done = CliRunner().invoke(app, ["--show-completion", shell])
+    assert done.exit_code == 0
+    assert "_PACELINE" in done.output.upper() or "complete" in done.output
+
+
+def test_up_without_settings_says_what_to_do() -> None:
+    done = CliRunner().invoke(app, ["up"])
+    assert done.exit_code == 2
+    assert "paceline init" in done.output
+    assert "paceline demo" in done.output
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_format_of_lines_that_is_none_is_refused(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "--lines", "xml"])
+    assert done.exit_code == 2
+    assert "xml" in done.output
+    assert "text, json" in done.output
+
+
+@pytest.mark.parametrize("asked", ["runs/demo-0-1", "demo-0-1"])
+def test_logs_are_found_by_directory_and_by_id(run: Path, asked: str) -> None:
+    done = paceline("logs", asked, "-n", "2", cwd=run.parents[1])
+    assert done.returncode == 0, done.stderr
+    for name in ("gateway", "policy_trainer.rank-rank0"):
+        assert f"{name} 28\n{name} 29\n" in done.stdout
+        assert f"{name} 27\n" not in done.stdout
+
+
+def test_logs_of_a_service_are_also_those_of_its_ranks(run: Path) -> None:
+    done = paceline("logs", str(run), "policy-trainer")
+    assert "policy_trainer.rank-rank0 29" in done.stdout
+    assert "gateway" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["logs", "no-such-run"], ["report", "no-such-run"]])
+def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
+    done = paceline(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no-such-run" in done.stderr
+
+
+def test_a_service_without_logs_is_refused_with_those_there_are(run: Path) -> None:
+    done = paceline("logs", str(run), "drafter-trainer")
+    assert done.returncode == 2
+    assert "gateway, policy_trainer.rank-rank0" in " ".join(done.stderr.split())
+
+
+def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    plan = write_settings(file, POLICY, tasks=TASKS, heldout=None, reward="math_answer", workers=2)
+    assert any("policy" in line for line in plan.lines)
+    found = load_config(CoordinatorConfig, "coordinator", [file])
+    assert (found.run.id, found.run.dir) == ("mine", "runs/mine")
+    assert found.tasks_path == str(TASKS)
+    assert read_tables(file)["gateway"]["model"] == str(POLICY)
+    assert file.read_text().count("#") > 12  # it explains itself
+
+
+def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
+    file = tmp_path / "agents.toml"
+    write_settings(file, POLICY, tasks=None, heldout=None, reward="math_answer", workers=1)
+    assert load_config(CoordinatorConfig, "coordinator", [file]).environment == "external"
+
+
+def test_settings_are_never_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "paceline.toml"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match="there already"):
+        write_settings(file, POLICY, tasks=None, heldout=None, reward="math_answer", workers=1)
+    assert file.read_text() == "mine"
+
+
+def test_init_says_how_to_start(tmp_path: Path) -> None:
+    done = paceline("init", str(POLICY), "--tasks", str(TASKS), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "paceline up --config paceline.toml" in done.stdout
+    assert os.access(tmp_path / "paceline.toml", os.R_OK)

@@ -1,0 +1,104 @@
+"""The live page: who may open it, and what its listeners hear."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from paceline.cli.page import COOKIE, LivePage, page_app
+from paceline.cli.run_files import RunFiles
+from paceline.config import ServiceConfig
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1.trajectory_pb2 import CommandContext
+
+TOKEN = "right"
+HOST = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> LivePage:
+    return LivePage(ServiceConfig(), RunFiles("demo-0-1", tmp_path), tmp_path)
+
+
+def browser(page: LivePage, *, host: str = HOST) -> TestClient:
+    return TestClient(page_app(page, "demo-0-1", TOKEN), base_url=host, follow_redirects=False)
+
+
+def test_the_printed_address_opens_the_page_and_leaves_the_token_in_a_cookie(
+    page: LivePage,
+) -> None:
+    page.drawn = "<h1>Run demo-0-1</h1>"
+    client = browser(page)
+    first = client.get(f"/?token={TOKEN}")
+    assert (first.status_code, first.headers["location"]) == (303, "/")
+    assert "HttpOnly" in first.headers["set-cookie"]
+    assert "SameSite=strict" in first.headers["set-cookie"]
+    frame = client.get("/")
+    assert frame.status_code == 200
+    assert TOKEN not in frame.text
+    assert "default-src 'none'" in frame.headers["content-security-policy"]
+    assert client.get("/content").text == page.drawn
+    assert "EventSource" in client.get("/page.js").text
+    assert ".card" in client.get("/style.css").text
+
+
+@pytest.mark.parametrize("path", ["/", "/content", "/events", "/page.js", "/style.css"])
+@pytest.mark.parametrize("cookie", ["", "wrong"])
+def test_nobody_else_gets_anything(page: LivePage, path: str, cookie: str) -> None:
+    client = browser(page)
+    if cookie:
+        client.cookies.set(COOKIE, cookie)
+    assert client.get(path).status_code == 401
+
+
+def test_a_wrong_token_sets_no_cookie(page: LivePage) -> None:
+    refused = browser(page).get("/?token=wrong")
+    assert refused.status_code == 401
+    assert "set-cookie" not in refused.headers
+
+
+@pytest.mark.parametrize("host", ["rebound.example:8000", "rebound.example", "unix:80"])
+def test_a_foreign_name_for_this_machine_opens_nothing(page: LivePage, host: str) -> None:
+    client = browser(page)
+    client.cookies.set(COOKIE, TOKEN)
+    assert client.get("/content", headers={"host": host}).status_code == 401
+    assert client.get("/content").status_code == 200
+
+
+async def test_a_listener_hears_the_state_at_once_and_whenever_it_changes(page: LivePage) -> None:
+    events = page.events()
+    heard = [await anext(events), await anext(events)]
+    assert [one.split("\n")[0] for one in heard] == ["event: content", "event: state"]
+    watching = asyncio.create_task(page._tell("state"))
+    page.state.take_fact(
+        pb.Fact(
+            context=CommandContext(step=1),
+            slots=[pb.SlotRange(first=0, count=2, holder=pb.HOLDER_POLICY)],
+        )
+    )
+    kind, data = (await anext(events)).strip().split("\n")
+    await watching
+    state = json.loads(data.removeprefix("data: "))
+    assert kind == "event: state"
+    assert state["slots"] == {"0": "policy", "1": "policy"}
+    assert state["phase"] == "policy step"
+    await events.aclose()
+
+
+async def test_a_slow_listener_hears_the_newest_alone(page: LivePage) -> None:
+    events = page.events()
+    await anext(events)
+    await anext(events)
+    for _ in range(5):
+        await page._tell("content")
+    assert await anext(events) == "event: content\ndata: 5\n\n"
+    pending = asyncio.ensure_future(anext(events))
+    done, _ = await asyncio.wait({pending}, timeout=0.2)
+    assert not done
+    pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending

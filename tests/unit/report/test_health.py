@@ -1,0 +1,69 @@
+"""The charts of what the policy learns, and what a reader sees of a point."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from paceline.report.charts import Series, line_chart
+from paceline.report.health import health_sections
+from paceline.v1.coordinator_pb2 import StepRecord
+
+
+def record(step: int, **figures: float) -> StepRecord:
+    return StepRecord(
+        step=step,
+        policy=figures,
+        truncated_share=0.25,
+        groups_solved={"by_none": 1, "by_some": 6, "by_all": 1},
+        staleness={"0": 3, "2": 1} if step else {"0": 4},
+    )
+
+
+def drawing(records: list[StepRecord], title: str) -> str:
+    return next(drawn for name, _, drawn in health_sections(records) if name == title)
+
+
+def test_each_figure_of_learning_has_its_chart() -> None:
+    figures = {"loss": 0.5, "entropy": 1.25, "divergence": 0.01, "grad_norm": 2.0}
+    records = [record(step, **figures) for step in range(5)]
+    for title, told in (
+        ("Loss", "loss: 0.5"),
+        ("Entropy", "entropy: 1.25"),
+        ("Divergence", "from the start policy: 0.01"),
+        ("Gradient norm", "gradient norm: 2"),
+        ("Groups solved", "by no sample: 1"),
+        ("Truncated responses", "cut: 0.25"),
+        ("Staleness", "lag 2: 1"),
+    ):
+        assert told in drawing(records, title), title
+
+
+def test_a_run_that_measured_nothing_says_so() -> None:
+    records = [StepRecord(step=0, staleness={"0": 4})]
+    for title in ("Loss", "Entropy", "Divergence", "Gradient norm", "Groups solved"):
+        assert "nothing was measured" in drawing(records, title)
+    assert "the version that drew it" in drawing(records, "Staleness")
+
+
+@pytest.mark.parametrize(("count", "lines"), [(1, 0), (2, 0), (3, 1)])
+def test_no_line_is_drawn_through_fewer_than_three_measurements(count: int, lines: int) -> None:
+    points = [(float(step), 0.5) for step in range(count)]
+    chart = line_chart([Series("accuracy", points, "c1", dots=True)], y_label="accuracy")
+    paths = re.findall(r'<path class="line c1" d="([^"]*)"', chart)
+    assert [bool(path) for path in paths] == [bool(lines)]
+    assert chart.count("<circle") == count
+
+
+def test_a_gap_has_no_value_to_hover_over() -> None:
+    points = [(1.0, 0.5), (2.0, float("nan")), (3.0, 0.25), (4.0, 0.125)]
+    chart = line_chart([Series("loss", points, "c0")], y_label="loss")
+    told = re.findall(r'class="hover"[^>]*><title>([^<]*)</title>', chart)
+    assert told == ["RL step 1\nloss: 0.5", "RL step 3\nloss: 0.25", "RL step 4\nloss: 0.125"]
+
+
+def test_every_series_is_told_at_its_step() -> None:
+    two = [Series(name, [(1.0, y), (2.0, y)], "c0") for name, y in (("a", 1.0), ("b<", 2.0))]
+    chart = line_chart(two, y_label="y")
+    assert "<title>RL step 2\na: 1\nb&lt;: 2</title>" in chart
