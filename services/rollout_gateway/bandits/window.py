@@ -215,3 +215,10 @@ class WindowedBandit(ABC):
 
     def _group(self, situation: Situation) -> GroupWindow:
         return self._groups[group_of(self._settings.groups, situation.batch_size)]
+
+    def _nearest(self, situation: Situation) -> list[GroupWindow]:
+        """The other groups, those of batches of about that size first."""
+        groups = self._settings.groups
+        own = groups.index(group_of(groups, situation.batch_size))
+        others = sorted(range(len(groups)), key=lambda index: abs(index - own))[1:]
+        return [self._groups[groups[index]] for index in others]
