@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # Images of Paceline. `docker build --target cpu -t paceline .`, `--target cuda` for GPUs (the default), `--target client` for agents.
-# Each stage installs the wheel of this tree, and what it needs, at the versions of constraints.txt.
+# Each installs the wheel of this tree, at the versions of constraints.txt; with SGLang, at those that it asks for.
 
 FROM python:3.12.12-slim-bookworm AS wheel
 WORKDIR /source
@@ -44,9 +44,11 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 ninja-build python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /wheel /wheel
-COPY constraints.txt /wheel/
+COPY overrides-sglang.txt /wheel/
 RUN python3.12 -m venv /opt/paceline \
-    && pip install --no-cache-dir -c /wheel/constraints.txt "$(ls /wheel/*.whl)[train,sglang,lora]" \
+    && pip install --no-cache-dir uv \
+    && uv pip install --no-cache --python /opt/paceline/bin/python --override /wheel/overrides-sglang.txt \
+      "paceline[train,sglang,lora] @ file://$(ls /wheel/*.whl)" \
     && useradd --create-home --uid 10001 paceline && install -d -o paceline /home/paceline/runs
 USER paceline
 WORKDIR /home/paceline

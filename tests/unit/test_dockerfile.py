@@ -113,7 +113,7 @@ def test_an_image_runs_as_a_user_without_rights_and_holds_no_secret(target: str)
 
 def test_the_extras_that_images_install_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = re.findall(r"\.whl\)\[([a-z0-9,]+)\]", (ROOT / "Dockerfile").read_text())
+    named = re.findall(r"(?:\.whl\)|paceline)\[([a-z0-9,]+)\]", (ROOT / "Dockerfile").read_text())
     assert len(named) == 2
     for extras in named:
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
