@@ -1,8 +1,8 @@
-# Every target is one line; `make help` lists them. Nothing but Python 3.11 or 3.12 and pip is needed.
+# Every target is one line; `make help` lists them. Nothing but Python 3.11 to 3.14 and pip is needed.
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto client docs format check test test-sglang test-gpu mutants chaos attack corrupt fuzz demo up bench
+.PHONY: help setup setup-sglang proto client docs site release format check test test-sglang test-gpu mutants chaos attack corrupt fuzz demo up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
@@ -10,6 +10,8 @@ setup-sglang: setup ; @.ci/setup-sglang  ## add SGLang for a machine without a G
 proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
 client: setup ; @.ci/client  ## regenerate the blocking client, libs/paceline/client/sync, from aio
 docs: setup ; @$(BIN)/python .ci/docs  ## write the generated pages of docs/ from the code
+site: setup ; @$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]' && $(BIN)/mkdocs build --strict -q && echo site/index.html  ## build the docs site
+release: setup ; @$(BIN)/python .ci/release $(VERSION)  ## turn what is unreleased into a release; VERSION=0.1.0
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, size budgets
 test: setup ; @.ci/test  ## every test but the slow ones

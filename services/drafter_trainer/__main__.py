@@ -5,4 +5,4 @@ from drafter_trainer.server import serve
 from paceline.local.entry import run_service
 
 if __name__ == "__main__":
-    run_service("drafter_trainer", DrafterTrainerConfig, serve)
+    run_service("drafter_trainer", DrafterTrainerConfig, serve, extra="train")

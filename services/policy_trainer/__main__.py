@@ -7,4 +7,4 @@ from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.server import serve
 
 if __name__ == "__main__":
-    run_service("policy_trainer", PolicyTrainerConfig, serve)
+    run_service("policy_trainer", PolicyTrainerConfig, serve, extra="train")

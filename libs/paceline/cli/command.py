@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Coroutine
@@ -74,6 +73,8 @@ def refused(error: PacelineError) -> typer.Exit:
 
 def run_to_exit(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
     """Ends this process with the status that the command returns."""
+    import asyncio  # not for --help
+
     keep_files_private()
     try:
         raise typer.Exit(asyncio.run(coroutine))

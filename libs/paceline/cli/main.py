@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Annotated
 
@@ -60,6 +59,8 @@ TOOLS = {
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version as distribution_version
+
         print(distribution_version("paceline"))
         raise typer.Exit
 

@@ -16,7 +16,9 @@ from paceline.local.ports import free_ports
 from paceline.local.processes import usable_cores
 
 EXAMPLES = Path("examples/demo")
-"""Where the demo's model, tasks and settings lie, from the root of the repository."""
+"""Where the demo's model, tasks and settings lie, from the root of the repository, and in a wheel
+from the package on.
+"""
 
 _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
 """Nobody commits heads at a drafter trainer that is not used, so none are pushed there."""
@@ -85,14 +87,17 @@ def files_of(config: ServiceConfig) -> RunFiles:
 
 
 def repository_root() -> Path:
-    """Root of the repository that holds examples/demo; NotFound says how to get it."""
-    places = (Path.cwd(), Path(paceline.__file__).resolve().parents[2])
+    """Root of the repository that holds examples/demo, or the installed package, which does too.
+
+    Raises NotFound where neither has it.
+    """
+    package = Path(paceline.__file__).resolve().parent
+    places = (Path.cwd(), package.parents[1], package)
     for place in places:
         if (place / EXAMPLES / "demo.toml").is_file():
             return place
     raise NotFound(
-        "the demo's model and tasks are not installed with the package; run it inside a clone of "
-        "the repository",
+        "the demo's model and tasks are not installed; run it inside a clone of the repository",
         seen=", ".join(str(place) for place in places),
         allowed=f"a directory with {EXAMPLES}/demo.toml",
     )

@@ -17,6 +17,7 @@ from rich.console import Console
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
+from paceline.local.extras import require_extra
 from paceline.local.heartbeat import answer_beats
 from paceline.local.hung import tell_turns
 from paceline.local.owner import owned
@@ -46,9 +47,16 @@ Serve = Callable[[C, asyncio.Event], Awaitable[None]]
 
 
 def run_service(
-    name: str, config_class: type[C], serve: Serve[C], argv: Sequence[str] | None = None
+    name: str,
+    config_class: type[C],
+    serve: Serve[C],
+    argv: Sequence[str] | None = None,
+    *,
+    extra: str = "",
 ) -> None:
     """Run one service until it ends by itself or a signal stops it; leaves the process.
+
+    extra: what it is to be installed with (extras.py).
 
     Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a
     config error, 3 when the run failed, 4 when memory or disk is full, 1 for any other error of
@@ -58,7 +66,10 @@ def run_service(
     answer_beats()
     keep_files_private()
     try:
-        code = _run(name, config_class, serve, _arguments(name).parse_intermixed_args(argv))
+        arguments = _arguments(name).parse_intermixed_args(argv)
+        if extra and not arguments.print_config:
+            require_extra(extra, name)
+        code = _run(name, config_class, serve, arguments)
     except (PacelineError, ExceptionGroup) as raised:
         error = _only_error(raised)
         Console(stderr=True, highlight=False, soft_wrap=True).print(

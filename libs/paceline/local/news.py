@@ -5,7 +5,6 @@ The way is a pipe from each service: it is there before any server is, and whoev
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -38,6 +37,8 @@ def news_pipe() -> tuple[int, int]:
 
 async def heard(reading: int) -> AsyncGenerator[tuple[News | Literal["turn"], str]]:
     """What is told, until nobody has the other end; then, or when closed, the pipe is closed."""
+    import asyncio  # many import this module for VARIABLE alone
+
     lines = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(reading, "rb", 0)

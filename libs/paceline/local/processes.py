@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from paceline.errors import InternalError
 from paceline.local import news
 
@@ -78,6 +76,8 @@ def exists(pid: int) -> bool:
 
 def stopped(pids: Iterable[int]) -> str:
     """Which of these processes somebody has stopped, e.g. by SIGSTOP, in words; "" when none."""
+    import psutil  # the client, which reads tokens by way of this module, is installed without it
+
     found = []
     for pid in pids:
         with suppress(psutil.Error):

