@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -101,7 +102,9 @@ class EngineMetrics:
     def _drafts(self, life: _Life, told: tpb.SpeculationStats) -> None:
         """Of all sequences, also of those that run."""
         names = [one.name for one in fields(SpeculationStats) if not one.name.endswith("_at")]
-        new = {name: int(life.grown(getattr(told, name), "drafts", name)) for name in names}
+        new: dict[str, Any] = {
+            name: int(life.grown(getattr(told, name), "drafts", name)) for name in names
+        }
         stats = SpeculationStats(**new)
         if not stats.target_steps:
             return
