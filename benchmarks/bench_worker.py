@@ -86,6 +86,9 @@ class BenchWorker:
 
     async def forget(self) -> None:
         """Nothing is cached any more."""
+        # Answered a round later: SGLang holds an ended batch until its next round begins, and then
+        # flushes nothing.
+        await self.prefixes()
         await self._process.ask(pb.WorkerCommand(flush_cache=pb.FlushCache()), RUN_S)
 
     async def prefixes(self) -> pb.PrefixStats:
