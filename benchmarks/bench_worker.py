@@ -24,7 +24,7 @@ READY_S, RUN_S = 180.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRequest:
     """A request's last chunk, and when it came."""
 
     chunk: pb.TokenChunk
@@ -46,7 +46,7 @@ class BenchWorker:
         self._forker = Forker(find_engine(kind).forked, None)
         self._process = WorkerProcess(spec, self._forker, ring, folder, self._on_tokens)
         self._numbers = itertools.count()
-        self._done: dict[int, Ended] = {}
+        self._done: dict[int, EndedRequest] = {}
         self._wanted: set[int] = set()
         self._all_done = asyncio.Event()
         self._sent_s = 0.0
@@ -67,7 +67,7 @@ class BenchWorker:
         """As the worker has measured it at its start."""
         return self._process.ready.device_tflops
 
-    async def generate(self, requests: Sequence[pb.EngineRequest], arm: str) -> list[Ended]:
+    async def generate(self, requests: Sequence[pb.EngineRequest], arm: str) -> list[EndedRequest]:
         """All requests at once, under numbers of their own; `arm` empty lets the bandit choose.
 
         Raises TimeoutError when they take too long.
@@ -99,6 +99,6 @@ class BenchWorker:
     def _on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         after_s = time.perf_counter() - self._sent_s
         for chunk in tokens.chunks:
-            self._done[chunk.request_id] = Ended(chunk, after_s)
+            self._done[chunk.request_id] = EndedRequest(chunk, after_s)
         if self._wanted <= self._done.keys():
             self._all_done.set()

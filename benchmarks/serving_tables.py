@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.bench_worker import Ended
+from benchmarks.bench_worker import EndedRequest
 from benchmarks.result import Row
 
 LEVELS_MS = (50.0, 15.0)
@@ -60,7 +60,7 @@ class EngineFound:
         return {run.tokens for served in self.served.values() for run in served[max(served)]}
 
 
-def served_of(ended: Sequence[Ended]) -> Served:
+def served_of(ended: Sequence[EndedRequest]) -> Served:
     """Times of one batch, from its last chunks."""
     firsts = tuple(one.chunk.time_to_first_token_s for one in ended)
     several = [

@@ -9,15 +9,15 @@ import pytest
 import uvloop
 
 from benchmarks import serving
-from benchmarks.bench_worker import Ended
+from benchmarks.bench_worker import EndedRequest
 from benchmarks.serving_tables import EngineFound, Reused, Served, measures, served_of, table_rows
 from paceline.errors import InvalidInput
 from paceline.v1 import engine_pb2 as pb
 
 
-def ended(tokens: int, first_s: float, after_s: float) -> Ended:
+def ended(tokens: int, first_s: float, after_s: float) -> EndedRequest:
     chunk = pb.TokenChunk(token_ids=range(tokens), time_to_first_token_s=first_s)
-    return Ended(chunk, after_s)
+    return EndedRequest(chunk, after_s)
 
 
 def runs(batch: int, per_token_s: float, rate: float) -> list[Served]:
