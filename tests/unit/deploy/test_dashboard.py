@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +23,7 @@ from paceline.telemetry.metrics import Metric, use_meter
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / "deploy/grafana/dashboards/paceline.json"
+PROMTOOL = shutil.which("promtool")
 OF_PROMETHEUS = {"le", "job", "instance"}
 """Labels that no metric declares."""
 
@@ -140,3 +143,18 @@ def test_brackets_close_and_panels_do_not_overlap(
         below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
         assert beside or below, (one, other)
     assert all(area["x"] + area["w"] <= 24 for area in areas)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool on PATH")
+def test_prometheus_takes_every_expression_and_its_configuration(
+    targets: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    exprs = [target["expr"].replace("$__rate_interval", "1m") for target in targets]
+    rules = [{"record": f"panel:{number}", "expr": expr} for number, expr in enumerate(exprs)]
+    file = tmp_path / "rules.json"  # which is YAML
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    config = str(ROOT / "deploy/prometheus.yml")
+    for words in (["rules", str(file)], ["config", "--syntax-only", config]):
+        command = [str(PROMTOOL), "check", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
