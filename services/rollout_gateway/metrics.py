@@ -218,6 +218,12 @@ TOKENS = Counter("paceline.gateway.tokens", "{token}", (), "tokens that workers 
 WORKER_RESTARTS = Counter(
     "paceline.gateway.worker_restarts", "{restart}", (), "workers started again"
 )
+FEATURE_BATCHES = Counter(
+    "paceline.gateway.feature_batches",
+    "{batch}",
+    (),
+    "batches of hidden-state rows that were appended to their stream",
+)
 FEATURE_ROWS_DROPPED = Counter(
     "paceline.gateway.feature_rows_dropped",
     "{row}",
