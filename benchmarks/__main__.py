@@ -49,6 +49,10 @@ BENCHES = {
         "whole demo runs under every schedule and placement: tokens trained a second, reward",
     ),
     "policy": ("benchmarks.policy.run", "a step of the policy trainer beside a plain loop"),
+    "serving": (
+        "benchmarks.serving",
+        "latencies and tokens a second per TFLOPS of both engines, as CloudMatrix has them",
+    ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it

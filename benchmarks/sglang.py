@@ -9,7 +9,6 @@ pair's two runs are neighbours in time and have equal prompts and seeds, hence e
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
 import tempfile
 import time
@@ -21,24 +20,18 @@ from typing import Any
 
 import zmq.asyncio
 
+from benchmarks.bench_worker import BenchWorker
 from benchmarks.demo_runs import demo_folder
 from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
-from paceline.local.forking import Forker
-from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.worker.ring import RowArray, RowRing
-from rollout_gateway.engines.worker.spec import WorkerSpec
-from rollout_gateway.workers.process import WorkerProcess
 
 KINDS = ("embedded", "sglang")
 CAPTURE_GOAL = 0.95
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6")
 QUESTIONS = ("48:36=", "91:35=", "17:5=", "84:60=", "99:12=", "7:3=", "64:40=", "51:34=")
 HIDDEN = 128
-READY_S, RUN_S = 180.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,69 +49,25 @@ class BatchRun:
         return self.tokens / self.seconds
 
 
-class BenchWorker:
-    """One worker process, driven request batch by request batch; without a ring it captures
-    nothing, ever.
-    """
-
-    def __init__(self, kind: str, folder: Path, *, captures: bool) -> None:
-        self.captures = captures
-        self.start_s = 0.0
-        ring = RowRing.create(1 << 14, 2 * HIDDEN) if captures else None
-        path = str(ring.path) if ring else ""
-        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=path, engine=settings(kind))
-        self._forker = Forker(find_engine(kind).forked, None)
-        self._process = WorkerProcess(spec, self._forker, ring, folder, self._on_tokens)
-        self._next = 0
-        self._done: dict[int, pb.TokenChunk] = {}
-        self._wanted: set[int] = set()
-        self._all_done = asyncio.Event()
-
-    async def start(self, context: zmq.asyncio.Context) -> None:
-        """Raises what WorkerProcess.start raises."""
-        began = time.perf_counter()
-        await self._process.start(context, patient(READY_S))
-        self.start_s = time.perf_counter() - began
-
-    async def stop(self) -> None:
-        """End the process."""
-        await self._process.stop()
-        await self._forker.close()
-
-    def _on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
-        for chunk in tokens.chunks:
-            self._done[chunk.request_id] = chunk
-        if self._wanted <= self._done.keys():
-            self._all_done.set()
-
-    async def run(self, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int) -> BatchRun:
-        """All prompts at once; `arm` empty lets the bandit choose."""
-        await self._process.ask(
-            pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm)), RUN_S
+async def run_batch(
+    worker: BenchWorker, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int
+) -> BatchRun:
+    """All prompts at once; `arm` empty lets the bandit choose."""
+    requests = [
+        pb.EngineRequest(
+            prompt_token_ids=prompt,
+            sampling=tpb.SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=index),
+            capture=worker.captures,
         )
-        numbers = range(self._next, self._next + len(prompts))
-        self._next = numbers.stop
-        requests = [
-            pb.EngineRequest(
-                request_id=number,
-                prompt_token_ids=prompt,
-                sampling=tpb.SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=index),
-                capture=self.captures,
-            )
-            for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
-        ]
-        self._wanted = set(numbers)
-        self._all_done.clear()
-        began = time.perf_counter()
-        self._process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
-        async with asyncio.timeout(RUN_S):
-            await self._all_done.wait()
-        seconds = time.perf_counter() - began
-        chunks = [self._done.pop(number) for number in numbers]
-        rounds = sum(chunk.speculation.drafted_rounds for chunk in chunks)
-        drafted = sum(chunk.speculation.drafted_round_tokens for chunk in chunks)
-        tokens = tuple(tuple(chunk.token_ids) for chunk in chunks)
-        return BatchRun(seconds, sum(map(len, tokens)), drafted / rounds if rounds else 1.0, tokens)
+        for index, prompt in enumerate(prompts)
+    ]
+    began = time.perf_counter()
+    ended = await worker.generate(requests, arm)
+    seconds = time.perf_counter() - began
+    rounds = sum(one.chunk.speculation.drafted_rounds for one in ended)
+    drafted = sum(one.chunk.speculation.drafted_round_tokens for one in ended)
+    tokens = tuple(tuple(one.chunk.token_ids) for one in ended)
+    return BatchRun(seconds, sum(map(len, tokens)), drafted / rounds if rounds else 1.0, tokens)
 
 
 def settings(kind: str) -> dict[str, Any]:
@@ -154,9 +103,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
         workers = {
-            (kind, captures): BenchWorker(kind, folder, captures=captures)
+            (kind, width > 0): BenchWorker(kind, folder, settings(kind), row_width=width)
             for kind in KINDS
-            for captures in (False, True)
+            for width in (0, 2 * HIDDEN)
         }
         for worker in workers.values():
             stack.push_async_callback(worker.stop)
@@ -175,7 +124,7 @@ async def _compare(
     for number in range(pairs + 1):  # the first warms up
         for name, arm in ways.items():
             for (kind, captures), worker in workers.items():
-                one = await worker.run(prompts, arm, max_tokens)
+                one = await run_batch(worker, prompts, arm, max_tokens)
                 if number:
                     runs.setdefault((kind, name, captures), []).append(one)
 

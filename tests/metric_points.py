@@ -10,6 +10,21 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from paceline.telemetry.metrics import Metric
 
 
+def all_points(reader: InMemoryMetricReader) -> dict[tuple[str, Any], float]:
+    """(Metric, labels) -> value or sum, of everything that was recorded."""
+    data = reader.get_metrics_data()
+    if data is None:
+        return {}
+    (scope,) = data.resource_metrics[0].scope_metrics
+    return {
+        (metric.name, tuple(sorted((point.attributes or {}).items()))): getattr(
+            point, "value", getattr(point, "sum", 0)
+        )
+        for metric in scope.metrics
+        for point in metric.data.data_points
+    }
+
+
 def points(
     reader: InMemoryMetricReader, declared: ModuleType, name: str
 ) -> dict[tuple[Any, ...], Any]:

@@ -377,6 +377,7 @@ class RemoteEngine:
                 for a in health.arms
             ),
             health.rows_dropped,
+            health.rows_invalid,
             rejected_left_out=health.rejected_left_out,
             split=from_message(RoundSplit, health.split) - from_message(RoundSplit, before.split),
             evidence=from_message(Evidence, health.evidence),

@@ -25,12 +25,14 @@ from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
 from coordinator.machine.state import OPTIONAL, Phase, Service, State
 from coordinator.machine.step import step
-from coordinator.metrics import EVALUATION, record_step
+from coordinator.metrics import EVALUATION, REFUSED, record_step
+from coordinator.observed import ObservedRun
 from coordinator.stall import StallWatch
 from coordinator.step_span import StepSpans
 from coordinator.trackers import Tracking
 from coordinator.transitions import Publish, Transitions
 from paceline.errors import FailedPrecondition
+from paceline.streams import Ledger
 from paceline.telemetry import get_logger
 
 HAND_BACK_S = 180.0
@@ -47,8 +49,9 @@ class Runner:
         peers: Peers,
         publish: Publish,
         clock: Callable[[], float],
+        ledger: Ledger | None = None,
     ) -> None:
-        """`clock` is the wall clock in seconds.
+        """`clock` is the wall clock in seconds; `ledger`: whose trajectories are counted.
 
         Raises TaskFileError when the tasks cannot be read.
         """
@@ -72,6 +75,7 @@ class Runner:
         self._calls = Calls(config, peers, source, groups, emit, self.now, self._state)
         self._executor = Executor(self._calls, emit)
         self.stall = StallWatch(self._calls)
+        self._observed = ObservedRun(ledger)
         self._spans = StepSpans()
         self._tracking = Tracking(config.trackers, config.run.id, Path(config.run.dir))
         self._log = get_logger("coordinator")
@@ -112,6 +116,7 @@ class Runner:
         beside = [
             asyncio.create_task(self.stall.run(), name="stall watch"),
             asyncio.create_task(traffic.listen(self._calls), name="traffic"),
+            asyncio.create_task(self._observed.run(), name="ledger"),
         ]
         for task in beside:
             task.add_done_callback(self._beside_ended)
@@ -139,6 +144,7 @@ class Runner:
             await self._apply(*await self._waiting())
         if self.transitions.state.phase is Phase.FAILED:
             await self._executor.ended(commands.HandBack, HAND_BACK_S)
+        await self._observed.count()
 
     async def _waiting(self) -> list[Event]:
         """All events that wait, one at least, as many as one write takes. Raises our own defect."""
@@ -154,6 +160,7 @@ class Runner:
         """Their transitions, and what follows from them."""
         for one in await self.transitions.apply(*happened):
             self.stall.observe(one.event, one.after)
+            self._observed.observe(one.before, one.event, one.after)
             if isinstance(one.event, events.EvaluationDone):
                 for kind, value in values_of(one.event).items():
                     EVALUATION.record(value, kind=kind)
@@ -175,8 +182,10 @@ class Runner:
             case commands.CloseStep(number):
                 self._spans.end(number)
                 record_step(self.transitions.records.finished[-1])
+                self._observed.step_ended()
                 self._tracking.step(self.transitions.records.finished[-1])
             case commands.Refuse(event, seen, current):
+                REFUSED.record(event=event)
                 self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case commands.FinishRun():
                 pass  # the phase says so

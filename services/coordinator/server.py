@@ -22,7 +22,7 @@ from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
 from paceline.rpc import Server, check_events
 from paceline.rpc.progress import add_progress
-from paceline.streams import connect
+from paceline.streams import Ledger, connect
 from paceline.telemetry import get_logger
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import (
@@ -157,7 +157,8 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
     facts = FactPublisher(events, config.run.id, curve_key=curve_key)
     server = Server(config.addresses.coordinator, config.security)
     try:
-        runner = Runner(config, Journal(client, config.run.id), peers, facts.publish, time.time)
+        journal, ledger = Journal(client, config.run.id), Ledger(client, config.run.id)
+        runner = Runner(config, journal, peers, facts.publish, time.time, ledger)
         servicer = CoordinatorServicer(config.run.id, runner)
         server.add(add_CoordinatorServiceServicer_to_server, servicer, SERVICE_NAME)
         add_progress(server, runner.stall.progress)

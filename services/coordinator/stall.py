@@ -11,7 +11,7 @@ from coordinator.machine.events import Event
 from coordinator.machine.losses import CALLED_IN
 from coordinator.machine.state import Phase, Service, State
 from coordinator.machine.step import LIVE
-from coordinator.metrics import STALLED
+from coordinator.metrics import ALARMS, STALLED
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
@@ -106,6 +106,7 @@ class StallWatch:
         self._alarm, self._culprit = f"no progress for {still_s:.0f} s: {text}", chain[-1].name
         STALLED.record(still_s, waits_for=self._culprit)
         if first:
+            ALARMS.record(waits_for=self._culprit)
             self._alarmed_s = time.monotonic() - still_s
             get_logger(NAME).warning("no progress", still_s=round(still_s, 1), chain=text)
             tell_supervisor("impaired", self._alarm)

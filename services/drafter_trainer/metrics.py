@@ -29,6 +29,13 @@ CHECKPOINTS_DAMAGED = Counter(
     "checkpoints that were not what had been written when a start wanted them; the one before was "
     "taken",
 )
+SAMPLES_DROPPED = Counter(
+    "paceline.drafter.samples_dropped",
+    "{sample}",
+    ("reason",),
+    "captured rows that nobody learns from any more; reason: evicted (the buffer was full), "
+    "unusable (could not be read), or why the rows of a head were forgotten, e.g. stale_head",
+)
 STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "whole optimiser steps")
 STEPS_SKIPPED = Counter(
     "paceline.drafter.steps_skipped",

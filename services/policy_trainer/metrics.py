@@ -47,6 +47,30 @@ HEADS_LEFT_OUT = Counter(
     (),
     "versions whose head was not pushed, because the drafter trainer did not take it",
 )
+DEAD_LETTERS = Counter(
+    "paceline.policy.dead_letters",
+    "{entry}",
+    (),
+    "entries of the trajectories' stream that could not be read",
+)
+STEPS = Counter("paceline.policy.steps", "{step}", (), "RL steps that were trained")
+UPDATES = Counter("paceline.policy.updates", "{update}", (), "updates that the optimiser took")
+TOKENS_PER_SECOND = Gauge(
+    "paceline.policy.tokens_per_second",
+    "{token}/s",
+    (),
+    "tokens of the last step's batch, those of prompts too, by the seconds of its training",
+)
+PUSHED_BYTES = Counter(
+    "paceline.policy.pushed_bytes", "By", (), "of versions that went to the gateway"
+)
+CHECKPOINT_TIME = Histogram(
+    "paceline.policy.checkpoint_time",
+    "s",
+    (),
+    "until rank 0's checkpoint lay on disk, written while the ranks train on; part_time's "
+    "checkpoint is how long they were held",
+)
 VERSION = Gauge("paceline.policy.version", "{version}", (), "policy version of the last step")
 REWARD = Gauge(
     "paceline.policy.reward",
@@ -65,8 +89,9 @@ PART_TIME = Histogram(
     "paceline.policy.part_time",
     "s",
     ("part",),
-    "of a step; part: batch_wait, proximal_logprobs, reference_logprobs, values, forward_backward, "
-    "optimizer, critic, publish, or checkpoint, which is the time until the ranks train on",
+    "of a step; part: train, all of its computing, whose parts are proximal_logprobs, "
+    "reference_logprobs, values, forward_backward, optimizer and critic; beside it batch_wait, "
+    "publish, and checkpoint, which is the time until the ranks train on",
 )
 TRAINED = Counter(
     "paceline.policy.trained",
@@ -80,6 +105,10 @@ TRAINED = Counter(
 def record_step(progress: Progress) -> None:
     """What a step has trained and measured."""
     batch, facts = progress.batch, progress.figures
+    STEPS.record()
+    if facts.train_s > 0:
+        PART_TIME.record(facts.train_s, part="train")
+        TOKENS_PER_SECOND.record(batch.tokens / facts.train_s)
     VERSION.record(progress.policy_version)
     REWARD.record(batch.reward_mean, statistic="mean")
     REWARD.record(batch.reward_std, statistic="std")

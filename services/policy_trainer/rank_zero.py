@@ -38,6 +38,7 @@ from policy_trainer.metrics import (
     CHECKPOINTS_DAMAGED,
     NOT_FINITE,
     PART_TIME,
+    PUSHED_BYTES,
     VERSIONS_TAKEN,
     record_step,
 )
@@ -215,6 +216,7 @@ class RankZero:
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
             PART_TIME.record(report.push_s, part="publish")
+            PUSHED_BYTES.record(report.bytes)
         if report.replaced:
             _log.warning("version_replaced", version=progress.policy_version)
 

@@ -40,7 +40,7 @@ from policy_trainer.messages import (
     Started,
     Train,
 )
-from policy_trainer.metrics import PART_TIME
+from policy_trainer.metrics import CHECKPOINT_TIME, PART_TIME, UPDATES
 from policy_trainer.publish import Publication, gather_publication, take_served
 from policy_trainer.rank_zero import RankZero
 
@@ -240,6 +240,7 @@ class PolicyTrainer:
             if collected
             else nullcontext()
         ):
+            updates = self.learner.updates
             figures = self.learner.step(batch, self.progress.policy_version)
         if collected:
             waited = {"seconds/batch_wait": collected.waited_s}
@@ -256,6 +257,7 @@ class PolicyTrainer:
             skipped_in_row=self.progress.skipped_in_row + 1 if figures.skipped_updates else 0,
         )
         if self.zero:
+            UPDATES.record(self.learner.updates - updates)
             self.zero.log_step(self.progress)
         return True
 
@@ -311,6 +313,7 @@ class PolicyTrainer:
             return
         self._completed(saved)
         if self.zero:
+            CHECKPOINT_TIME.record(self._writer.written_s)
             path = self._writer.path(saved.policy_version)
             self.zero.saved(command_id, path, saved.policy_version, self._held_twice())
 

@@ -59,6 +59,12 @@ ENGINE_TOKENS = Counter(
     "tokens emitted; its rate is tokens/s of wall time",
 )
 BUSY_TIME = Counter("paceline.engine.busy_time", "s", ENGINE_WORKER, "seconds with work")
+ENGINE_REQUESTS = Gauge(
+    "paceline.engine.requests",
+    "{request}",
+    (*ENGINE_WORKER, "state"),
+    "inside the worker at the last look; state: running or waiting",
+)
 TOKENS_PER_SECOND = Gauge(
     "paceline.engine.tokens_per_second",
     "{token}/s",
@@ -92,11 +98,48 @@ ROUND_TIME = Counter(
     "stage: prefill, draft, forward, sample (draws and verification) or keep (cache and states of "
     "what was accepted). SGLang reports none; the scripted engine forward only",
 )
+SEQUENCE_ROUNDS = Counter(
+    "paceline.engine.sequence_rounds",
+    "{round}",
+    ("engine", "drafts"),
+    "rounds of single sequences; drafts: none, untrained (of n-grams) or trained",
+)
+SEQUENCE_ROUND_TOKENS = Counter(
+    "paceline.engine.sequence_round_tokens",
+    "{token}",
+    ("engine", "drafts"),
+    "tokens of rounds with drafts, the bonus token included; by sequence_rounds it is the "
+    "acceptance length",
+)
+DRAFTED_TOKENS = Counter(
+    "paceline.engine.drafted_tokens",
+    "{token}",
+    ("engine", "fate"),
+    "tokens that a drafter proposed; fate: accepted or rejected",
+)
 ARM_ROUNDS = Counter(
     "paceline.engine.arm_rounds",
     "{round}",
     ("engine", "arm", "batch_group"),
     "rounds in which an arm was chosen",
+)
+ARM_EXPLORATIONS = Counter(
+    "paceline.engine.arm_explorations",
+    "{round}",
+    ("engine", "arm", "batch_group"),
+    "those of arm_rounds that were chosen to learn of the arm",
+)
+ARM_TOKENS_PER_SECOND = Gauge(
+    "paceline.engine.arm_tokens_per_second",
+    "{token}/s",
+    (*ENGINE_WORKER, "arm", "batch_group"),
+    "mean over the bandit's window of rounds with the arm",
+)
+ARM_ACCEPT_LENGTH = Gauge(
+    "paceline.engine.arm_accept_length",
+    "{token}",
+    (*ENGINE_WORKER, "arm", "batch_group"),
+    "mean tokens of a sequence's round over the same window",
 )
 REGRET = Gauge(
     "paceline.engine.regret",
@@ -136,6 +179,14 @@ KV_ACCESS_TIME = Counter(
     ("engine", "part"),
     "part: lookup finds what is cached, copy brings it where it is read",
 )
+ROWS_LEFT_OUT = Counter(
+    "paceline.engine.rows_left_out",
+    "{row}",
+    ("engine", "reason"),
+    "hidden rows that never left their worker; reason: no_room in its ring or, of SGLang, on the "
+    "way from the device; invalid: a slot of SGLang's cache held the row of another token or none; "
+    "rejected: of drafts beyond those that are written per request and round",
+)
 
 # Calls and workers of the gateway.
 REQUESTS = Counter(
@@ -166,6 +217,12 @@ SETS_REFUSED = Counter(
 TOKENS = Counter("paceline.gateway.tokens", "{token}", (), "tokens that workers sent")
 WORKER_RESTARTS = Counter(
     "paceline.gateway.worker_restarts", "{restart}", (), "workers started again"
+)
+FEATURE_BATCHES = Counter(
+    "paceline.gateway.feature_batches",
+    "{batch}",
+    (),
+    "batches of hidden-state rows that were appended to their stream",
 )
 FEATURE_ROWS_DROPPED = Counter(
     "paceline.gateway.feature_rows_dropped",

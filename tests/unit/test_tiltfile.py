@@ -4,130 +4,137 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import starlark as sl
+import typer
+from tilt_stand_in import ROOT, Resource, resources_of
 
+from paceline.cli.main import app
 from paceline.config import AddressesConfig
 from paceline.local.healthcheck import main as healthcheck
-from paceline.local.services import SERVICES
+from paceline.local.services import SERVICES, service
 
-ROOT = Path(__file__).resolve().parents[2]
-PRELUDE = """
-config = struct(define_string = _define_string, parse = _parse)
-"""
-
-
-class Recorder:
-    """Takes the place of Tilt: resources by name, in the order of the file."""
-
-    def __init__(self) -> None:
-        self.resources: dict[str, dict[str, Any]] = {}
-
-    def local_resource(self, name: str, **settings: Any) -> None:
-        assert name not in self.resources, f"{name} is defined twice"
-        self.resources[name] = settings
-
-    def local(self, *arguments: Any, **settings: Any) -> None:
-        raise AssertionError("Tilt refuses local() where a kubecontext looks like production")
-
-
-def tilt_dialect() -> sl.Dialect:
-    """What Tilt's own Starlark takes: no f-strings, no types."""
-    dialect = sl.Dialect.standard()
-    dialect.enable_lambda = dialect.enable_top_level_stmt = True
-    dialect.enable_def = dialect.enable_keyword_only_arguments = True
-    dialect.enable_f_strings = False
-    return dialect
+SERVING = [spec for spec in SERVICES if spec.address_key and not spec.ends_run]
 
 
 @pytest.fixture(scope="module")
-def resources() -> dict[str, dict[str, Any]]:
-    recorder, module = Recorder(), sl.Module()
-    module["TRIGGER_MODE_MANUAL"] = "manual"
-    module.add_callable("local_resource", recorder.local_resource)
-    module.add_callable("local", recorder.local)
-    module.add_callable("_define_string", lambda name: None)
-    module.add_callable("_parse", dict)
-    module.add_callable("exec_action", lambda command: {"command": command})
-    module.add_callable("probe", lambda **settings: settings)
-    module.add_callable("link", lambda url, name: {"url": url, "name": name})
-    names = sl.Globals.extended_by([sl.LibraryExtension.StructType])
-    sl.eval(module, sl.parse("prelude", PRELUDE, tilt_dialect()), names)
-    sl.eval(module, sl.parse("Tiltfile", (ROOT / "Tiltfile").read_text(), tilt_dialect()), names)
-    return recorder.resources
+def resources() -> dict[str, Resource]:
+    return resources_of({})
 
 
 @pytest.fixture(scope="module")
-def services(resources: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: settings for name, settings in resources.items() if "serve_cmd" in settings}
+def services(resources: dict[str, Resource]) -> dict[str, Resource]:
+    return {spec.name: resources[spec.name] for spec in SERVICES}
+
+
+@pytest.fixture(scope="module")
+def buttons(resources: dict[str, Resource], services: dict[str, Resource]) -> dict[str, Resource]:
+    return {name: one for name, one in resources.items() if name not in services}
 
 
 def test_the_tiltfile_is_short() -> None:
-    assert len((ROOT / "Tiltfile").read_text().splitlines()) < 60
+    assert len((ROOT / "Tiltfile").read_text().splitlines()) < 70
 
 
 def test_services_are_those_of_the_service_table_in_its_order(
-    services: dict[str, dict[str, Any]],
+    resources: dict[str, Resource], services: dict[str, Resource]
 ) -> None:
-    seen = [
-        (name, each["serve_cmd"][2], tuple(each["resource_deps"]), each["labels"])
-        for name, each in services.items()
-    ]
-    assert seen == [(spec.name, spec.module, spec.depends_on, [spec.label]) for spec in SERVICES]
+    assert list(resources)[: len(SERVICES)] == [spec.name for spec in SERVICES]
     for spec in SERVICES:
-        command = services[spec.name]["serve_cmd"]
+        settings = services[spec.name]
+        command = settings["cmd" if spec.ends_run else "serve_cmd"]
+        assert command[:3] == [".venv/bin/python", "-m", spec.module]
         assert tuple(command[3 : 3 + len(spec.arguments)]) == spec.arguments
-        assert len(services[spec.name]["links"]) == len(spec.links)
+        assert tuple(settings.get("resource_deps", ())) == spec.depends_on
+        assert settings["labels"] == [spec.label]
+        assert len(settings.get("links", ())) == len(spec.links)
 
 
-def test_every_service_has_a_probe_through_the_health_check(
-    services: dict[str, dict[str, Any]],
+def test_a_run_that_ends_is_a_command_that_ends_and_every_other_service_serves(
+    services: dict[str, Resource],
 ) -> None:
-    for name, settings in services.items():
-        command = settings["readiness_probe"]["exec"]["command"]
-        assert command[1:3] == ["-m", "paceline.local.healthcheck"], name
+    ends = [name for name, settings in services.items() if "serve_cmd" not in settings]
+    assert ends == [spec.name for spec in SERVICES if spec.ends_run] == ["coordinator"]
+    assert "readiness_probe" not in services["coordinator"]
+
+
+def test_probes_start_no_process_and_ask_the_default_addresses(
+    resources: dict[str, Resource],
+) -> None:
+    defaults = AddressesConfig()
+    for spec in SERVING:
+        probe = resources[spec.name]["readiness_probe"]
+        (kind,) = {"exec", "http_get", "tcp_socket"} & set(probe)
+        key = spec.links[0] if kind == "http_get" else spec.address_key
+        host, port = probe[kind]["address"]
+        assert kind != "exec"
+        assert f"{host}:{port}" == getattr(defaults, key), spec.name
+    health = resources["gateway"]["readiness_probe"]["http_get"]
+    assert (
+        health["url"] == f"http://{defaults.http}/health" == resources["gateway"]["links"][0]["url"]
+    )
+    assert all("exec" not in one.get("readiness_probe", {}) for one in resources.values())
+
+
+def test_what_needs_a_redis_waits_until_all_its_roles_answer(services: dict[str, Resource]) -> None:
+    for spec in SERVING:
+        command = services[spec.name]["cmd"]
+        assert command[1:3] == ["-m", "paceline.local.healthcheck"]
+        roles = [value for word, value in pairwise(command) if word == "--redis"]
+        needed = [service(name).arguments[-1] for name in spec.depends_on]
+        assert roles == needed
         with pytest.raises(SystemExit):
             healthcheck([*command[3:], "--no-such-option"])
 
 
-def test_probes_ask_the_default_addresses_and_each_role_of_redis_once(
-    services: dict[str, dict[str, Any]],
-) -> None:
-    probed = {name: s["readiness_probe"]["exec"]["command"][4] for name, s in services.items()}
-    defaults = AddressesConfig()
-    for spec in SERVICES:
-        if spec.address_key:
-            assert probed[spec.name] == getattr(defaults, spec.address_key)
-        else:
-            assert probed[spec.name] in spec.arguments
-    assert len(set(probed.values())) == len(services)
-
-
-def test_dependencies_exist_and_have_no_circle(services: dict[str, dict[str, Any]]) -> None:
+def test_dependencies_exist_and_have_no_circle(services: dict[str, Resource]) -> None:
     started: set[str] = set()
     for name, settings in services.items():  # each follows what it needs, so there is no circle
-        assert set(settings["resource_deps"]) <= started
+        assert set(settings.get("resource_deps", ())) <= started
         started.add(name)
 
 
-def test_commands_exist(
-    resources: dict[str, dict[str, Any]], services: dict[str, dict[str, Any]]
-) -> None:
-    for settings in services.values():
-        assert settings["serve_cmd"][:2] == [".venv/bin/python", "-m"]
-        assert find_spec(settings["serve_cmd"][2]) is not None
+def test_what_is_no_service_waits_for_a_click(buttons: dict[str, Resource]) -> None:
+    assert {"status", "doctor", "report", "chaos", "page", "test", "demo"} <= set(buttons)
+    for name, settings in buttons.items():
+        assert (settings["auto_init"], settings["trigger_mode"]) == (False, "manual"), name
+        assert ("readiness_probe" in settings) == ("serve_cmd" in settings), name
+
+
+def test_commands_exist(services: dict[str, Resource], buttons: dict[str, Resource]) -> None:
+    for name in services:
+        for key in {"cmd", "serve_cmd"} & set(services[name]):
+            assert find_spec(services[name][key][2]) is not None
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name in set(resources) - set(services):
-        make, target = resources[name]["cmd"]
-        assert make == "make"
-        assert target in targets
-    assert {"test", "demo"} <= set(resources)
+    for settings in buttons.values():
+        command = settings.get("cmd") or settings["serve_cmd"]
+        if command[0] == "make":
+            assert command[1] in targets
+        else:
+            assert command[:3] == [".venv/bin/python", "-m", "paceline.cli.main"]
+            parsed(*command[3:])
 
 
-def test_the_config_it_names_exists(services: dict[str, dict[str, Any]]) -> None:
-    for settings in services.values():
-        command = settings["serve_cmd"]
-        assert (ROOT / command[command.index("--config") + 1]).is_file()
+def parsed(name: str, *words: str) -> None:
+    """Raises where the command line of `paceline` does not take these words."""
+    group: Any = typer.main.get_command(app)
+    command = group.commands[name]
+    context = command.make_context(name, list(words), resilient_parsing=False)
+    assert context.params
+
+
+def test_the_config_it_names_exists_and_another_can_be_given(
+    resources: dict[str, Resource],
+) -> None:
+    named = {
+        command[command.index("--config") + 1]
+        for each in (resources, resources_of({"config": "mine.toml"}))
+        for settings in each.values()
+        for command in (settings.get("cmd"), settings.get("serve_cmd"))
+        if command and "--config" in command
+    }
+    assert named == {"examples/demo/demo.toml", "mine.toml"}
+    assert Path(ROOT / "examples/demo/demo.toml").is_file()

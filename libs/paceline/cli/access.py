@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 
+from paceline.cli.run_files import files_of, note_settings
 from paceline.config import SecurityConfig, ServiceConfig, load_config
-from paceline.errors import NotFound, Unavailable
+from paceline.errors import InvalidInput, NotFound, Unavailable
 from paceline.local.tokens import token_at
 from paceline.rpc import channel, rpc_errors
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -90,6 +91,24 @@ def run_directory(run: str) -> Path:
         allowed="a directory with config.toml, or its name in runs/; of one that goes on also "
         "the coordinator's host:port",
     )
+
+
+def directory_of(run: str | None, settings: Sequence[Path]) -> Path:
+    """The directory of a run by its name, or of the run with these settings, which are noted there
+    where nobody has: services that were started one by one leave no config.toml.
+
+    Raises NotFound, InvalidInput for neither or both.
+    """
+    if (run is None) == (not settings):
+        raise InvalidInput("which run?", seen=run, allowed="the run, or --config with its settings")
+    if run is not None:
+        return run_directory(run)
+    files = files_of(load_config(ServiceConfig, "local", settings))
+    if not files.directory.is_dir():
+        raise NotFound("this run has not begun", seen=files.directory)
+    if not files.config.is_file():
+        note_settings(files, settings)
+    return files.directory
 
 
 def _directories(run: str) -> list[Path]:

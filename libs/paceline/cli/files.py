@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.command import Overrides, console, refused, run_to_exit
+from paceline.cli.command import ConfigFiles, Overrides, console, refused, run_to_exit
 from paceline.errors import NotFound, PacelineError
 from paceline.local.processes import usable_cores
 
@@ -19,7 +19,11 @@ Run = Annotated[str, typer.Argument(help="the run, by directory or by its id bel
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="runs, by directory or by id below runs/")],
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(help="runs, by directory or by id below runs/", show_default=False),
+    ] = None,
+    config: ConfigFiles = None,
     out: Annotated[Path, typer.Option(help="page with several runs side by side")] = Path(
         "compare.html"
     ),
@@ -27,17 +31,21 @@ def report(
     """Write summary and report of a run as far as it has come; of several also one page."""
     from paceline.cli.report import report_runs
 
-    run_to_exit(report_runs(runs, out, console))
+    run_to_exit(report_runs(runs or [], config or [], out, console))
 
 
 def page(
-    run: Run,
+    run: Annotated[
+        str | None,
+        typer.Argument(help="the run, by directory or by its id below runs/", show_default=False),
+    ] = None,
+    config: ConfigFiles = None,
     port: Annotated[int, typer.Option(min=0, help="on 127.0.0.1; 0: one that is free")] = 0,
 ) -> None:
     """Serve a live page about a run, for this machine's browser alone."""
     from paceline.cli.page import serve_page
 
-    run_to_exit(serve_page(run, port, console))
+    run_to_exit(serve_page(run, config or [], port, console))
 
 
 def logs(

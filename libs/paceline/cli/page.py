@@ -10,7 +10,7 @@ import json
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from paceline.cli.access import run_directory
+from paceline.cli.access import directory_of
 from paceline.cli.results import JOURNAL, collect
 from paceline.cli.run_files import RunFiles, files_of
 from paceline.cli.watch import RunState, follow
@@ -194,12 +194,13 @@ def _refused() -> Response:
     return Response(words, HTTPStatus.UNAUTHORIZED)
 
 
-async def serve_page(run: str, port: int, console: Console) -> int:
-    """Serves until Ctrl-C, also after the run has ended.
+async def serve_page(run: str | None, settings: Sequence[Path], port: int, console: Console) -> int:
+    """Serves until Ctrl-C, also after the run has ended; `settings`: of the run, without its name.
 
     Raises NotFound for a run that is none, Unavailable where its Redis is away.
     """
-    config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
+    found = directory_of(run, settings)
+    config = load_config(ServiceConfig, "local", [found / "config.toml"])
     use_run_tokens(config)
     files, token = files_of(config), secrets.token_urlsafe(24)
     chosen = port or free_ports(1)[0]

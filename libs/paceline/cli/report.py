@@ -12,13 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.access import run_directory
+from paceline.cli.access import directory_of
 from paceline.cli.results import JOURNAL, collect, print_results, write_results
 from paceline.cli.run_files import RunFiles, files_of
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.local.owner import SUPERVISOR, owned
 from paceline.local.patience import patient
+from paceline.local.redis import launcher
 from paceline.local.services import service
 from paceline.local.supervisor import Supervisor, launch_of
 from paceline.report.compare import COLORS, ComparedRun, comparison, figures
@@ -30,16 +31,19 @@ from paceline.whole_files import write_whole
 _REDIS_S = 60.0
 
 
-async def report_runs(runs: Sequence[str], page: Path, console: Console) -> int:
+async def report_runs(
+    runs: Sequence[str], settings: Sequence[Path], page: Path, console: Console
+) -> int:
     """Steps, summary and report of each run as far as it has come, whether it goes on or not; of
-    several also a page with all of them, side by side.
+    several also a page with all of them, side by side. `settings`: of one run, in place of a name.
 
     Raises NotFound for a run that is none, Unavailable where its Redis cannot be read, DataLoss for
     a run that has not begun, InvalidInput for more than can be told apart.
     """
     if len(runs) > COLORS:
         raise InvalidInput("too many runs for one page", seen=len(runs), allowed=f"1..{COLORS}")
-    found = [await _written(run) for run in runs]
+    places = [directory_of(run, []) for run in runs] or [directory_of(None, settings)]
+    found = [await _written(place) for place in places]
     if len(found) == 1:
         print_results(found[0][1], found[0][0], console)
         return 0
@@ -67,8 +71,8 @@ def _names(runs: Sequence[str], found: Sequence[tuple[RunFiles, Summary]]) -> li
     return names if len(set(names)) == len(names) else list(runs)
 
 
-async def _written(run: str) -> tuple[RunFiles, Summary]:
-    config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
+async def _written(directory: Path) -> tuple[RunFiles, Summary]:
+    config = load_config(ServiceConfig, "local", [directory / "config.toml"])
     files = files_of(config)
     ledger = await _read(config, files)
     return files, write_results(files, ledger, _known_pids(files))
@@ -76,6 +80,8 @@ async def _written(run: str) -> tuple[RunFiles, Summary]:
 
 async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
     """Its journal and ledger, from the Redis that serves, else from one over its files."""
+    if _serves(config):
+        return await collect(config, files)
     with ExitStack() as stack:
         try:
             stack.enter_context(owned(files.directory, SUPERVISOR))
@@ -86,6 +92,18 @@ async def _read(config: ServiceConfig, files: RunFiles) -> LedgerCount:
         async with redis:
             await redis.start(patient(_REDIS_S))
             return await collect(config, files)
+
+
+def _serves(config: ServiceConfig) -> bool:
+    """Whether the run's durable Redis runs, whoever has started it."""
+    ours = launcher(config, "durable")
+    if ours is None:
+        return True  # others run it
+    try:
+        with owned(ours.directory.parent, ours.directory.name):
+            return False
+    except FailedPrecondition:
+        return True
 
 
 def _known_pids(files: RunFiles) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,16 @@ class RunFiles:
 def files_of(config: ServiceConfig) -> RunFiles:
     """The files of the run with these settings."""
     return RunFiles(config.run.id, Path(config.run.dir).absolute(), config.telemetry.spans_dir)
+
+
+def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:
+    """Writes the settings of a run as its config.toml, by which other commands find it."""
+    tree: Tree = {}
+    for path in settings:
+        merge(tree, read_tables(path))
+    for override in overrides:
+        merge(tree, parse_override(override))
+    write_tables(files.config, tree)
 
 
 def repository_root() -> Path:

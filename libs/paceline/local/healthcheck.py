@@ -1,7 +1,7 @@
-"""Checks that one server serves: exits with 0, or with 1 when it does not.
+"""Waits until servers serve: exits with 0 then, or with 1 when they do not in time.
 
-`python -m paceline.local.healthcheck --address HOST:PORT | --redis ROLE [--config FILE]`, for
-readiness probes.
+`python -m paceline.local.healthcheck --address HOST:PORT | --redis ROLE... [--config FILE]`, for
+readiness probes and for what must not start before its Redis.
 """
 
 from __future__ import annotations
@@ -19,23 +19,32 @@ from paceline.local.redis import Role, resolved, wait_redis
 from paceline.rpc import wait_healthy
 
 
-async def check(address: str, role: Role, files: Sequence[Path], timeout_s: float) -> None:
-    """Return when the server serves; a PacelineError says why it does not within `timeout_s`
-    seconds.
+async def check(
+    address: str, roles: Sequence[Role], files: Sequence[Path], timeout_s: float
+) -> None:
+    """Return when the server serves, or each role of Redis; a PacelineError says why one does not
+    within `timeout_s` seconds.
     """
     if address:
         await wait_healthy(address, SecurityConfig(), timeout_s)
     else:
         redis = resolved(load_config(ServiceConfig, "local", files)).redis
-        await wait_redis(redis.durable_url if role == "durable" else redis.features, timeout_s)
+        urls = {redis.durable_url if role == "durable" else redis.features for role in roles}
+        await asyncio.gather(*(wait_redis(url, timeout_s) for url in urls))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check one server."""
+    """Check one server, or some roles of a run's Redis."""
     parser = argparse.ArgumentParser(prog="python -m paceline.local.healthcheck")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--address", default="", help="host:port of a gRPC server")
-    where.add_argument("--redis", choices=get_args(Role), help="role, of the run that --config has")
+    where.add_argument(
+        "--redis",
+        choices=get_args(Role),
+        action="append",
+        default=[],
+        help="role, of the run that --config has; once or more",
+    )
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS")
     words = parser.parse_args(argv)

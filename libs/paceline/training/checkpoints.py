@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class CheckpointWriter:
         self._keep, self._keep_every = keep, keep_every
         self.kept: int | None = None
         """Number of one more checkpoint that stays."""
+        self.written_s = 0.0
+        """How long this rank took to write the newest."""
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         if dist.get_rank() == 0:
@@ -101,7 +104,7 @@ class CheckpointWriter:
             raise Unavailable(f"no checkpoint in {self._directory}", seen=failure)
 
     def _write(self, state: dict[str, Any], number: int, writing: dist.ProcessGroup | None) -> None:
-        fresh = self._directory / f".{number}.tmp"
+        began, fresh = time.perf_counter(), self._directory / f".{number}.tmp"
         rank = dist.get_rank()
         told = {"file": f"{SHARDS}/rank-{rank}.safetensors", "hash": "", "failure": ""}
         try:
@@ -121,6 +124,7 @@ class CheckpointWriter:
             self._failure = _cause(error)
         if rank == 0 and self._failure is not None:
             shutil.rmtree(fresh, ignore_errors=True)
+        self.written_s = time.perf_counter() - began
 
     def _failing(
         self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path

@@ -373,7 +373,7 @@ class PrefixStats(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_s: _Optional[float] = ..., copy_s: _Optional[float] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
-    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "evidence", "prefixes", "split", "rejected_left_out")
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "evidence", "prefixes", "split", "rejected_left_out", "rows_invalid")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +386,7 @@ class WorkerHealth(_message.Message):
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     REJECTED_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_INVALID_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     versions: _trajectory_pb2.VersionSet
@@ -398,4 +399,5 @@ class WorkerHealth(_message.Message):
     prefixes: PrefixStats
     split: RoundSplit
     rejected_left_out: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ..., rejected_left_out: _Optional[int] = ...) -> None: ...
+    rows_invalid: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ..., rejected_left_out: _Optional[int] = ..., rows_invalid: _Optional[int] = ...) -> None: ...

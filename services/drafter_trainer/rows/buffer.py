@@ -12,6 +12,7 @@ from statistics import median_high
 import numpy as np
 
 from drafter_trainer.config import BufferConfig
+from drafter_trainer.metrics import SAMPLES_DROPPED
 from drafter_trainer.rows.sample import FeatureSample
 
 
@@ -92,6 +93,7 @@ class FeatureBuffer:
             else:
                 self._count(sample, -1)
             self.dropped["evicted"] += 1
+            SAMPLES_DROPPED.record(reason="evicted")
 
     def _place(self, sample: FeatureSample) -> None:
         self._count(sample, 1)
@@ -134,6 +136,7 @@ class FeatureBuffer:
                 else:
                     self._count(sample, -1)
                     self.dropped[reason] += 1
+                    SAMPLES_DROPPED.record(reason=reason)
 
     def draw(self, tokens: int, *, known: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
         """Samples of one of the `known` policy heads worth about `tokens` positions, without

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from drafter_trainer.metrics import SAMPLES_DROPPED
 from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline import telemetry
 from paceline.errors import DataLoss, ResourceExhausted, Unavailable
@@ -126,6 +127,7 @@ class RowFeed:
             return replace(sample, traceparent=entry.fields.get("traceparent", ""))
         except DataLoss as error:
             self.dropped["unusable"] += 1
+            SAMPLES_DROPPED.record(reason="unusable")
             log.warning("feature batch cannot be used", entry=entry.id, error=str(error))
             await stream.dead_letter(GROUP, entry, str(error))
             return None

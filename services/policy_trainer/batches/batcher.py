@@ -23,6 +23,7 @@ from policy_trainer.batches.groups import (
 )
 from policy_trainer.batches.held import HeldGroups, HeldTrajectory
 from policy_trainer.batches.records import StepRecord
+from policy_trainer.metrics import DEAD_LETTERS
 
 GROUP, CONSUMER = "policy", "policy-0"
 MAX_PENDING = 65_536
@@ -147,6 +148,7 @@ class Batcher:
 
     async def _bury(self, entry: Entry, error: DataLoss) -> None:
         self.dead_letters += 1
+        DEAD_LETTERS.record()
         _log.warning(
             "trajectory_dead_letter",
             entry=entry.id,

@@ -159,6 +159,7 @@ class EngineLoad:
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
+    rows_invalid: int = 0  # of ended requests, whose slots held rows of other tokens or none
     # Rejected drafts beyond those whose rows are written per request and round.
     rejected_left_out: int = 0
     split: RoundSplit = field(default_factory=RoundSplit)

@@ -204,6 +204,7 @@ class FeaturePublisher:
                 fields, payload = encode_features(batch)
                 await self._stream(batch.run_id).append({**fields, **inject()}, payload)
                 self.batches += 1
+                metrics.FEATURE_BATCHES.record()
         except PacelineError as error:
             self._drop(batch.all_rows)
             log.warning("hidden rows dropped", rows=batch.all_rows, error=str(error))

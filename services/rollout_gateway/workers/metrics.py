@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -15,8 +16,10 @@ from paceline.arm_names import speculator_of
 from paceline.messages import stats_from_proto
 from paceline.telemetry import get_logger
 from paceline.telemetry.metrics import Labels
+from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway import metrics
 from rollout_gateway.engines.nouns import RoundSplit
 from rollout_gateway.workers.generation import Generation
@@ -63,7 +66,9 @@ class EngineMetrics:
         if life is None or life.pid != ready.pid:
             life = self._lives[ready.worker_index] = _Life(ready.pid)
         self._speed(life, ready, health)
+        self._load(life, ready.worker_index, health)
         self._rounds(life, health.split)
+        self._drafts(life, health.speculation)
         self._arms(life, ready.worker_index, health.arms)
         self._deaths(life, ready.worker_index, health.arms)
         self._prefixes(life, ready.worker_index, health.prefixes)
@@ -82,6 +87,47 @@ class EngineMetrics:
             if ready.device_tflops:
                 metrics.TOKENS_PER_SECOND_PER_TFLOPS.record(speed / ready.device_tflops, **labels)
 
+    def _load(self, life: _Life, worker: int, health: pb.WorkerHealth) -> None:
+        labels: Labels = {"engine": self._engine, "worker": worker}
+        metrics.ENGINE_REQUESTS.record(health.running, **labels, state="running")
+        metrics.ENGINE_REQUESTS.record(health.waiting, **labels, state="waiting")
+        for reason, rows in (
+            ("no_room", health.rows_dropped),
+            ("invalid", health.rows_invalid),
+            ("rejected", health.rejected_left_out),
+        ):
+            if new := int(life.grown(rows, "rows", reason)):
+                metrics.ROWS_LEFT_OUT.record(new, engine=self._engine, reason=reason)
+
+    def _drafts(self, life: _Life, told: tpb.SpeculationStats) -> None:
+        """Of all sequences, also of those that run."""
+        names = [one.name for one in fields(SpeculationStats) if not one.name.endswith("_at")]
+        new: dict[str, Any] = {
+            name: int(life.grown(getattr(told, name), "drafts", name)) for name in names
+        }
+        stats = SpeculationStats(**new)
+        if not stats.target_steps:
+            return
+        untrained = stats.drafted_rounds - stats.trained_rounds
+        plain = stats.target_steps - stats.drafted_rounds
+        rounds = {"none": plain, "untrained": untrained, "trained": stats.trained_rounds}
+        tokens = {
+            "untrained": stats.drafted_round_tokens - stats.trained_round_tokens,
+            "trained": stats.trained_round_tokens,
+        }
+        fates = {
+            "accepted": stats.accepted_tokens,
+            "rejected": stats.drafted_tokens - stats.accepted_tokens,
+        }
+        for metric, label, counts in (
+            (metrics.SEQUENCE_ROUNDS, "drafts", rounds),
+            (metrics.SEQUENCE_ROUND_TOKENS, "drafts", tokens),
+            (metrics.DRAFTED_TOKENS, "fate", fates),
+        ):
+            for kind, count in counts.items():
+                if count > 0:
+                    metric.record(count, **{"engine": self._engine, label: kind})
+
     def _rounds(self, life: _Life, told: pb.RoundSplit) -> None:
         names = [one.name for one in fields(RoundSplit)]
         new = {name: life.grown(getattr(told, name), "split", name) for name in names}
@@ -98,11 +144,19 @@ class EngineMetrics:
 
     def _arms(self, life: _Life, worker: int, stats: Sequence[pb.ArmStats]) -> None:
         for one in stats:
-            new = int(life.grown(one.pulls, "pulls", one.arm, one.batch_group))
-            if new:
-                metrics.ARM_ROUNDS.record(
-                    new, engine=self._engine, arm=one.arm, batch_group=one.batch_group
-                )
+            arm: Labels = {
+                "engine": self._engine,
+                "arm": one.arm,
+                "batch_group": one.batch_group,
+            }
+            if new := int(life.grown(one.pulls, "pulls", one.arm, one.batch_group)):
+                metrics.ARM_ROUNDS.record(new, **arm)
+            if new := int(life.grown(one.explorations, "explored", one.arm, one.batch_group)):
+                metrics.ARM_EXPLORATIONS.record(new, **arm)
+            if one.mean_tokens_per_s > 0:
+                speed, length = one.mean_tokens_per_s, one.mean_accept_length
+                metrics.ARM_TOKENS_PER_SECOND.record(speed, **arm, worker=worker)
+                metrics.ARM_ACCEPT_LENGTH.record(length, **arm, worker=worker)
         if stats:
             metrics.REGRET.record(regret(stats), engine=self._engine, worker=worker)
 

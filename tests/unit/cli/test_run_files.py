@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig
+from paceline.cli.access import directory_of
 from paceline.cli.run_files import (
     DemoOptions,
     RunFiles,
@@ -20,7 +21,7 @@ from paceline.cli.run_files import (
 )
 from paceline.config import ServiceConfig, load_config
 from paceline.config.tables import read_tables
-from paceline.errors import ConfigError, NotFound
+from paceline.errors import ConfigError, InvalidInput, NotFound
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engine_settings import engine_settings
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -174,3 +175,24 @@ def test_settings_survive_the_file(tmp_path: Path) -> None:
     files = prepare_run(DemoOptions(out=tmp_path, overrides=('gateway.model="odd \\"name\\" ü"',)))
     assert read_tables(files.config)["gateway"]["model"] == 'odd "name" ü'
     assert isinstance(files, RunFiles)
+
+
+def test_a_run_without_a_name_is_that_of_its_settings_which_are_noted_once(tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", tmp_path / "mine.toml"
+    settings.write_text(f"[run]\nid = 'mine'\ndir = '{run}'\n[gateway]\nmodel = 'm'\n")
+    with pytest.raises(NotFound, match="this run has not begun"):
+        directory_of(None, [settings])
+    run.mkdir()
+    assert directory_of(None, [settings]) == run
+    noted = read_tables(run / "config.toml")
+    assert (noted["run"]["id"], noted["gateway"]["model"]) == ("mine", "m")
+    settings.write_text(f"[run]\nid = 'other'\ndir = '{run}'\n")
+    assert directory_of(None, [settings]) == directory_of(str(run), []) == run
+    assert read_tables(run / "config.toml") == noted
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_run_is_named_or_its_settings_are_given(both: bool, tmp_path: Path) -> None:
+    given = ("demo-0-1", [tmp_path / "mine.toml"]) if both else (None, [])
+    with pytest.raises(InvalidInput, match="which run"):
+        directory_of(*given)

@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
-from metric_points import points
+import pytest
+from metric_points import all_points, points
+from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from coordinator import metrics
+from paceline.telemetry.metrics import use_meter
 from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.v1.trajectory_pb2 import VersionSet
+
+NO_METRIC_OF_A_STEP = {
+    "step": "counted by paceline.coordinator.steps",
+    "trace_id": "a name",
+    "tokens_hash": "a name",
+    "finished_at_s": "the time itself",
+    "arm_rounds": "paceline.engine.arm_rounds",
+    "policy": "paceline.policy.figure",
+    "staleness": "paceline.policy.staleness",
+    "drafter_slot_s": "paceline.drafter.slot_time",
+    "evaluations": "paceline.coordinator.evaluation, when one is over",
+    "pinned_drafter": "an operator's choice, which `paceline status` shows",
+}
+
+
+def record_with(changed: str) -> StepRecord:
+    """A record in which every figure differs from 0, and `changed` from the other records'."""
+    record = StepRecord()
+    for field in StepRecord.DESCRIPTOR.fields:
+        value = 40 if field.name == changed else 20
+        if field.name == "versions":
+            record.versions.policy, record.versions.drafter = value, value
+        elif field.message_type is not None:
+            getattr(record, field.name)["one"] = value
+        elif field.is_repeated:
+            getattr(record, field.name).extend([value] * 3)
+        else:
+            kind = str if field.type == field.TYPE_STRING else int
+            setattr(record, field.name, kind(value))
+    return record
+
+
+def recorded(record: StepRecord) -> dict[object, float]:
+    reader = InMemoryMetricReader()
+    use_meter(MeterProvider([reader]))
+    metrics.record_step(record)
+    return dict(all_points(reader))
+
+
+@pytest.mark.parametrize("field", [one.name for one in StepRecord.DESCRIPTOR.fields])
+def test_every_figure_of_a_steps_record_moves_a_metric_here_or_is_told_elsewhere(
+    field: str, metric_reader: InMemoryMetricReader
+) -> None:
+    moves = recorded(record_with("")) != recorded(record_with(field))
+    assert moves == (field not in NO_METRIC_OF_A_STEP)
 
 
 def test_a_step_that_is_over_is_exported(metric_reader: InMemoryMetricReader) -> None:

@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from metric_points import points
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from coordinator import metrics
 from coordinator.calls.base import Calls
 from coordinator.calls.peers import Peers
 from coordinator.config import CoordinatorConfig
@@ -84,3 +87,13 @@ async def test_the_alarm_names_who_is_away_else_who_works(
     progress = await watched.told(BEGAN, replace(state, lost=frozenset(lost)))
     assert progress.parts[0].waits_for == named
     assert f"coordinator waits for {named}" in progress.alarm
+
+
+async def test_an_alarm_counts_once_for_each_time_that_the_run_stands_still(
+    watched: Watched, metric_reader: InMemoryMetricReader
+) -> None:
+    for _ in range(2):
+        assert (await watched.told(BEGAN, ROLLS_OUT)).alarm
+        await watched._watch._look()  # it still does
+        assert not (await watched.told(events.Paused(1.0), RESTS)).alarm
+    assert points(metric_reader, metrics, "alarms") == {("gateway",): 2}

@@ -292,6 +292,9 @@ def test_the_health_check_of_a_serving_redis_exits_0(
 ) -> None:
     monkeypatch.setenv("REDIS_URL", redis_url)
     assert healthcheck.main(["--redis", "features"]) == 0
+    assert healthcheck.main(["--redis", "durable", "--redis", "features"]) == 0
+    with pytest.raises(SystemExit):
+        healthcheck.main(["--redis", "durable", "--address", "127.0.0.1:1"])
 
 
 def test_free_ports_are_different_and_below_the_ports_of_outgoing_connections() -> None:

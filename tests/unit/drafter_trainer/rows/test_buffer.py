@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metric_points import points
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from unit.drafter_trainer.samples import (
     TARGET,
     batch,
@@ -19,6 +21,7 @@ from unit.drafter_trainer.samples import (
     with_rejected,
 )
 
+from drafter_trainer import metrics
 from drafter_trainer.config import BufferConfig
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample, sample_from
@@ -57,7 +60,9 @@ def steps_of(lengths: dict[int, Sequence[int]]) -> list[FeatureSample]:
     ]
 
 
-def test_the_oldest_go_when_samples_or_bytes_exceed_the_budget() -> None:
+def test_the_oldest_go_when_samples_or_bytes_exceed_the_budget(
+    metric_reader: InMemoryMetricReader,
+) -> None:
     trained = sessions(12, heldout=False, every=EVERY)
     made = [sample(10, seed, session=name) for seed, name in enumerate(trained)]
     by_count, by_bytes = buffer(samples=5), buffer(byte_budget=made[0].nbytes * 4 + 1)
@@ -70,6 +75,7 @@ def test_the_oldest_go_when_samples_or_bytes_exceed_the_budget() -> None:
         8,
         made[0].nbytes * 4,
     )
+    assert points(metric_reader, metrics, "samples_dropped") == {("evicted",): 7 + 8}
     kept = {one.session for one in by_count.draw(10_000, known={made[0].lm_head_hash})}
     assert kept == set(trained[-5:])
 

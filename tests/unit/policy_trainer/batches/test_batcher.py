@@ -437,7 +437,9 @@ def test_no_token_older_than_the_bound_is_trained_and_every_group_ages_as_one(
     assert not reasons
 
 
-async def test_an_entry_that_does_not_decode_is_a_dead_letter_and_counted_as_dropped() -> None:
+async def test_an_entry_that_does_not_decode_is_a_dead_letter_and_counted_as_dropped(
+    metric_reader: InMemoryMetricReader,
+) -> None:
     bench = Bench()
     await bench.batcher.open()
     fields, payload = encode_trajectory(trajectory("a", 7))
@@ -447,6 +449,7 @@ async def test_an_entry_that_does_not_decode_is_a_dead_letter_and_counted_as_dro
     batch = await bench.batcher.collect(wanted("a"))
     assert len(batch.trajectories) == 2
     assert bench.batcher.dead_letters == (await bench.stream.depth()).dead == 2
+    assert counted(metric_reader, "paceline.policy.dead_letters") == 2
     assert bench.notes.dropped == {"a-7-3/0": "undecodable"}
 
 

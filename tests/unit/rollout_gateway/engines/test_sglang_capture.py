@@ -18,10 +18,13 @@ from paceline.trajectory import VersionSet
 from rollout_gateway.engines.nouns import Request, RowLayout
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin import capture
+from rollout_gateway.engines.sglang.plugin.process import Plugin
 from rollout_gateway.engines.sglang.plugin.slot_rows import Gathered, Leaving, SlotRows
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
+from rollout_gateway.engines.worker.spec import WorkerSpec
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -432,6 +435,22 @@ def test_rows_whose_stamps_do_not_fit_are_counted_and_not_written(plugin: FakePl
     capture.released(plugin, *request_with(rid, [50, 51, 52], [53], [4, 5, 6]))
     assert plugin.in_ring()["position"].tolist() == [0, 2]
     assert plugin.rows_invalid == 1
+
+
+def test_rows_that_were_not_written_are_told_with_the_load() -> None:
+    spec = {"model_dir": "unread"}
+    whole = Plugin(WorkerSpec(worker_index=0, kind="sglang", engine=spec))
+    whole.scheduler = SimpleNamespace(waiting_queue=[])
+    assert whole.load.rows_invalid == 0
+    whole.ring = RowRing.create(8, 4 * WIDTH)
+    stored = SlotRows(SLOTS, WIDTH, torch.float32, CPU)
+    stored.put(ints(4, 5, 6), ints(50, 51, 52), ints(0, 1, 2), 7, states(1, 2, 3))
+    known = np.array([50, 99, 98], dtype=np.int32)  # other requests took two of the slots
+    stored.leaving.append(Leaving(1, stored.gather(ints(4, 5, 6), known)))
+    whole.slot_rows = stored
+    capture.drain(whole)
+    assert (whole.load.rows_invalid, whole.ring.rows_written) == (2, 1)
+    assert wire.health_to(whole.load, VersionSet()).rows_invalid == 2
 
 
 def test_tokens_verified_beyond_the_stop_have_no_row(plugin: FakePlugin) -> None:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from counted import counted
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.config import FeaturesConfig
@@ -37,13 +39,16 @@ def publisher(**settings: int) -> FeaturePublisher:
     return FeaturePublisher(client, FeaturesConfig(), lambda version: f"head-{version}", **settings)
 
 
-async def test_a_full_queue_drops_the_oldest_batch_and_counts_its_rows() -> None:
+async def test_a_full_queue_drops_the_oldest_batch_and_counts_its_rows(
+    metric_reader: InMemoryMetricReader,
+) -> None:
     sender = publisher(queue_batches=1)
     for _ in range(3):
         sender.expect(1)
         sender.take(rows(0, 1, 2, 3, 4))
         sender.publish(1, origin())
     assert sender.rows_dropped == 10
+    assert counted(metric_reader, "paceline.gateway.feature_rows_dropped") == 10
 
 
 async def test_rows_beyond_the_budget_are_dropped_and_counted() -> None:

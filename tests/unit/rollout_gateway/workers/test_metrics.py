@@ -128,6 +128,7 @@ def test_tokens_per_second_are_those_of_busy_seconds_since_the_last_look(
         name: {p.attributes["worker"]: p.value for p in each}
         for name, each in points(metric_reader).items()
     }
+    del found["paceline.engine.requests"]
     assert found == {
         "paceline.engine.tokens": {0: 400, 1: 30},
         "paceline.engine.busy_time": {0: 4.0, 1: 1.0},

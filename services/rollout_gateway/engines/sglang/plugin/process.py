@@ -280,5 +280,6 @@ class Plugin:
             arms=tuple(self.arms.bandit.reports()),
             evidence=self.arms.bandit.snapshot(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
+            rows_invalid=self.rows_invalid,
             prefixes=PrefixStats(self._prompt_tokens, self._reused_tokens),
         )

@@ -1,0 +1,104 @@
+"""Drives one engine worker's process batch by batch, for benches."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from paceline.local.forking import Forker
+from paceline.local.patience import patient
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.engines import find_engine
+from rollout_gateway.engines.worker.ring import RowArray, RowRing
+from rollout_gateway.engines.worker.spec import WorkerSpec
+from rollout_gateway.workers.process import WorkerProcess
+
+READY_S, RUN_S = 180.0, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request's last chunk, and when it came."""
+
+    chunk: pb.TokenChunk
+    after_s: float  # since all requests of its batch were sent
+
+
+class BenchWorker:
+    """One worker of one thread; `row_width` 0: it captures nothing, ever."""
+
+    def __init__(
+        self, kind: str, folder: Path, engine: dict[str, Any], *, row_width: int = 0
+    ) -> None:
+        self.captures = row_width > 0
+        self.start_s = 0.0
+        ring = RowRing.create(1 << 14, row_width) if row_width else None
+        path = str(ring.path) if ring else ""
+        threads = int(engine.get("threads", 1))
+        spec = WorkerSpec(worker_index=0, kind=kind, threads=threads, ring_path=path, engine=engine)
+        self._forker = Forker(find_engine(kind).forked, None)
+        self._process = WorkerProcess(spec, self._forker, ring, folder, self._on_tokens)
+        self._numbers = itertools.count()
+        self._done: dict[int, EndedRequest] = {}
+        self._wanted: set[int] = set()
+        self._all_done = asyncio.Event()
+        self._sent_s = 0.0
+
+    async def start(self, context: zmq.asyncio.Context) -> None:
+        """Raises what WorkerProcess.start raises."""
+        began = time.perf_counter()
+        await self._process.start(context, patient(READY_S))
+        self.start_s = time.perf_counter() - began
+
+    async def stop(self) -> None:
+        """End the process."""
+        await self._process.stop()
+        await self._forker.close()
+
+    @property
+    def tflops(self) -> float:
+        """As the worker has measured it at its start."""
+        return self._process.ready.device_tflops
+
+    async def generate(self, requests: Sequence[pb.EngineRequest], arm: str) -> list[EndedRequest]:
+        """All requests at once, under numbers of their own; `arm` empty lets the bandit choose.
+
+        Raises TimeoutError when they take too long.
+        """
+        forced = pb.SetSpeculation(forced_arm=arm)
+        await self._process.ask(pb.WorkerCommand(set_speculation=forced), RUN_S)
+        for request in requests:
+            request.request_id = next(self._numbers)
+        self._wanted = {request.request_id for request in requests}
+        self._all_done.clear()
+        self._sent_s = time.perf_counter()
+        self._process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
+        async with asyncio.timeout(patient(RUN_S)):
+            await self._all_done.wait()
+        return [self._done.pop(request.request_id) for request in requests]
+
+    async def forget(self) -> None:
+        """Nothing is cached any more."""
+        # Answered a round later: SGLang holds an ended batch until its next round begins, and then
+        # flushes nothing.
+        await self.prefixes()
+        await self._process.ask(pb.WorkerCommand(flush_cache=pb.FlushCache()), RUN_S)
+
+    async def prefixes(self) -> pb.PrefixStats:
+        """What it has counted of cached prompts."""
+        health = await self._process.ask(pb.WorkerCommand(get_health=pb.GetHealth()), RUN_S)
+        return health.health.prefixes
+
+    def _on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+        after_s = time.perf_counter() - self._sent_s
+        for chunk in tokens.chunks:
+            self._done[chunk.request_id] = EndedRequest(chunk, after_s)
+        if self._wanted <= self._done.keys():
+            self._all_done.set()
