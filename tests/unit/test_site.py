@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -121,7 +122,7 @@ def test_the_reference_of_the_commands_has_every_option_of_a_command() -> None:
     (demo,) = [part for part in page.split("\n## ") if part.startswith("paceline demo\n")]
     names = set(inspect.signature(main.demo).parameters) - {"overrides"}
     for name in names:
-        assert f"`--{name.replace('_', '-')}" in demo
+        assert re.search(rf"^\| [`<code>]+--{name.replace('_', '-')}\b", demo, re.MULTILINE)
     assert "| `--steps INT` | `80` | RL steps |" in demo
     assert "    paceline demo [OPTIONS] [KEY=VALUE]...\n" in demo
 
