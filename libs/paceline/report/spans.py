@@ -16,10 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from paceline.telemetry import names
+
 _INDEXED = 400_000
 _SAMPLES = 20_000
 _TRACE_SPANS = 4_000
-_MILESTONES = ("rollout.session", "policy.optimizer_step", "drafter.micro_step", "drafter.activate")
+_MILESTONES = (
+    names.SESSION,
+    names.OPTIMIZER_STEP,
+    names.DRAFTER_MICRO_STEP,
+    names.DRAFTER_ACTIVATE,
+)
 
 
 @dataclass(frozen=True, slots=True)
