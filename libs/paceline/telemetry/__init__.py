@@ -17,10 +17,19 @@ from paceline.telemetry.setup import (
     setup,
     shutdown,
 )
-from paceline.telemetry.trace import link_current, mark_failed, open_span, past_span, span, tracer
+from paceline.telemetry.trace import (
+    Attributes,
+    link_current,
+    mark_failed,
+    open_span,
+    past_span,
+    span,
+    tracer,
+)
 
 __all__ = [
     "PROMETHEUS_TYPE",
+    "Attributes",
     "current_trace_id",
     "extract",
     "extract_frame",

@@ -38,8 +38,8 @@ def setup(service: str, config: TelemetryConfig) -> None:
 
     Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to
     OTEL_EXPORTER_OTLP_ENDPOINT when that is set (OTLP over gRPC); otherwise they exist for their
-    ids only. Log records and metrics go to the same endpoint, metrics with `prometheus` to `prometheus_page` as well,
-    which costs nothing until it is asked for.
+    ids only. Log records and metrics go to the same endpoint too, metrics with `prometheus` also to
+    `prometheus_page`, which costs nothing until it is asked for.
     """
     from opentelemetry.sdk.resources import Resource
 

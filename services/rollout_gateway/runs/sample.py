@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.messages import stats_to_proto
-from paceline.telemetry import names, span
+from paceline.telemetry import Attributes, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -123,7 +123,7 @@ class SampleRuns:
         task = job.task
         asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
         about = _assignment(job, self._gateway.captures)
-        labels = {
+        labels: Attributes = {
             names.SESSION_ID: job.session_id,
             names.TASK: task.task_id,
             names.RL_STEP: about.step,

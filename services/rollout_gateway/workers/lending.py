@@ -19,7 +19,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.rpc import EpochGuard, Track
-from paceline.telemetry import get_logger, names, span
+from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import write_whole
@@ -250,7 +250,7 @@ class Lending:
             self.epoch = context.epoch
             self._note({*self._loans.lent, *wanted}, outlasts_s)
             self._lent_for(outlasts_s)
-            about = {names.WORKERS: wanted, names.EPOCH: context.epoch}
+            about: Attributes = {names.WORKERS: wanted, names.EPOCH: context.epoch}
             with span(names.WORKERS_RELEASE, about) as current:
                 freed = await asyncio.gather(
                     *(self._loans.lend(index, drain_s) for index in wanted)

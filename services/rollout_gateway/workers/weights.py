@@ -11,7 +11,7 @@ from typing import NoReturn
 from paceline.errors import DataLoss, PacelineError, Unavailable, WeightsError
 from paceline.local.news import tell_supervisor
 from paceline.messages import versions_from_proto, versions_to_proto
-from paceline.telemetry import get_logger, names, span
+from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
@@ -88,7 +88,10 @@ class WorkerWeights:
                 target=pb.WeightTarget.Name(target), version=version, path=str(path)
             )
         )
-        about = {names.TARGET: pb.WeightTarget.Name(target), names.WEIGHTS_VERSION: version}
+        about: Attributes = {
+            names.TARGET: pb.WeightTarget.Name(target),
+            names.WEIGHTS_VERSION: version,
+        }
         with span(names.WEIGHTS_PREPARE, about):
             async with self._swap:
                 processes = self._router.processes()
