@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.gateway.http_agent import SLOW, Agent, opened, until_running, user
+from integration.gateway.http_agent import SLOW, Agent, opened, task_run, until_running, user
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
@@ -196,3 +196,52 @@ async def test_a_trace_that_is_no_trace_is_left_alone(serve_gateway: Any, spans_
     roots = [one for one in spans_of(spans_dir, "") if one["name"] == names.HTTP_REQUEST]
     assert [one["parent_id"] for one in roots] == [""] * len(roots)
     assert len({one["trace_id"] for one in roots}) == len(roots)
+
+
+async def test_a_claimed_session_joins_the_agents_trace_and_the_steps(
+    serve_gateway: Any, spans_dir: Path, redis_url: str, run_id: str
+) -> None:
+    keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
+    async with serve_gateway(**keys) as served:
+        request = served.tasks_request(environment="external", reward="agent", samples_per_task=1)
+        del request.tasks[1:]
+        async with task_run(served, request) as told:
+            body = {"claim": True, "wait_s": 5.0}
+            opener = await served.http.post("/v1/sessions", json=body, headers=HEADER)
+            agent = Agent(served.http, opener.json())
+            await agent.chat([user(agent.session["task"]["prompt"])])
+            await agent.act("complete", {"reward": 1.0})
+        assert told[-1].finished.scored == 1
+    spans = spans_of(spans_dir, "")
+    (own,) = [one for one in spans if one["name"] == names.AGENT_SESSION]
+    (led,) = [one for one in spans if one["name"] == names.SESSION]
+    (append,) = [one for one in spans if one["name"] == names.TRAJECTORY_APPEND]
+    assert own["trace_id"] == TRACE != led["trace_id"] == append["trace_id"]
+    assert append["parent_id"] == led["span_id"]
+    for one in (led, append):
+        assert [link.split("-")[2] for link in one["links"]] == [own["span_id"]]
+    assert led["attributes"][names.SESSION_ID] == own["attributes"][names.SESSION_ID] == agent.id
+
+
+async def test_a_session_claimed_over_grpc_hangs_below_its_callers_span(
+    serve_gateway: Any, spans_dir: Path
+) -> None:
+    async with serve_gateway() as served:
+        request = served.tasks_request(environment="external", reward="agent", samples_per_task=1)
+        del request.tasks[1:]
+        async with task_run(served, request):
+            asked = rpb.OpenSessionRequest(claim=True, wait_s=5)
+            with telemetry.span("caller", parent=telemetry.extract(HEADER)):
+                found = await served.stub.OpenSession(asked, timeout=patient(20))
+            agent = Agent(served.http, {"api_key": found.api_key})
+            await agent.act("complete")
+    spans = spans_of(spans_dir)
+    (own,) = [one for one in spans if one["name"] == names.AGENT_SESSION]
+    by_id = {one["span_id"]: one for one in spans}
+    server = by_id[own["parent_id"]]
+    client = by_id[server["parent_id"]]
+    assert [(one["name"], one["kind"]) for one in (server, client)] == [
+        ("RolloutService.OpenSession", "server"),
+        ("RolloutService.OpenSession", "client"),
+    ]
+    assert by_id[client["parent_id"]]["name"] == "caller"
