@@ -101,25 +101,19 @@ def _of_agents(directory: Path, found: Mapping[str, Sequence[SpanRecord]]) -> li
     if not led:
         return []
     asked: dict[str, SpanRecord] = {}
-    stages: list[SpanRecord] = []
-    for span in read_spans(directory, ['"engine.']):
-        if span is None:
+    for span in read_spans(directory, [f'"{names.ENGINE_REQUEST}"']):
+        if span is None or span.name != names.ENGINE_REQUEST:
             continue
-        if span.name == names.ENGINE_REQUEST:
-            above = next((led[one] for one in map(span_id_of, span.links) if one in led), None)
-            if above is not None:
-                ids = {"trace_id": above.trace_id, "parent_id": above.span_id}
-                asked[span.span_id] = replace(span, **ids)
-        elif span.parent_id:
-            stages.append(span)
-    return [
-        *asked.values(),
-        *(
-            replace(one, trace_id=asked[one.parent_id].trace_id)
-            for one in stages
-            if one.parent_id in asked
-        ),
+        above = next((led[one] for one in map(span_id_of, span.links) if one in led), None)
+        if above is not None and len(asked) < _SPANS:
+            ids = {"trace_id": above.trace_id, "parent_id": above.span_id}
+            asked[span.span_id] = replace(span, **ids)
+    stages = [
+        replace(span, trace_id=asked[span.parent_id].trace_id)
+        for span in read_spans(directory, [f'"{names.engine_stage("")}'])
+        if span is not None and span.parent_id in asked
     ]
+    return [*asked.values(), *stages]
 
 
 def spread(traces: Sequence[str]) -> list[str]:
