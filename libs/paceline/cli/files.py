@@ -47,7 +47,7 @@ def why(
     which: Annotated[
         str,
         typer.Argument(
-            metavar="[STEP|TRACE]",
+            metavar="STEP|TRACE",
             help="a step's number, or the beginning of a trace id; else the slowest step",
             show_default=False,
         ),
