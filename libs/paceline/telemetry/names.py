@@ -76,6 +76,7 @@ MESSAGING_SYSTEM = "messaging.system"
 
 GEN_AI_OPERATION = "gen_ai.operation.name"  # chat, text_completion
 GEN_AI_PROVIDER = "gen_ai.provider.name"
+GEN_AI_MODEL = "gen_ai.request.model"
 GEN_AI_CONVERSATION = "gen_ai.conversation.id"  # the session's id
 GEN_AI_TEMPERATURE = "gen_ai.request.temperature"
 GEN_AI_TOP_P = "gen_ai.request.top_p"

@@ -81,6 +81,7 @@ class EngineAccess(Protocol):
     """What a call needs of the gateway."""
 
     codec: TextCodec
+    model: str  # what it is called
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         """Send the request to a worker."""
@@ -195,6 +196,7 @@ class Call:
     def _asked(self) -> Mapping[str, AttributeValue]:
         plan = self.plan
         return asked(
+            self.engine.model,
             plan.sampling,
             len(plan.prompt),
             chat=plan.parser is not None,

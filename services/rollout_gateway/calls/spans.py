@@ -20,12 +20,19 @@ REQUESTS_PER_S = 100.0
 
 
 def asked(
-    sampling: Sampling, prompt_tokens: int, *, chat: bool, completion_id: str, session_id: str
+    model: str,
+    sampling: Sampling,
+    prompt_tokens: int,
+    *,
+    chat: bool,
+    completion_id: str,
+    session_id: str,
 ) -> Mapping[str, AttributeValue]:
     """Attributes of `engine.request` as it begins."""
     labels: dict[str, AttributeValue] = {
         names.GEN_AI_OPERATION: names.CHAT if chat else names.TEXT_COMPLETION,
         names.GEN_AI_PROVIDER: names.PROVIDER,
+        names.GEN_AI_MODEL: model,
         names.GEN_AI_TEMPERATURE: sampling.temperature,
         names.GEN_AI_TOP_P: sampling.top_p,
         names.GEN_AI_MAX_TOKENS: sampling.max_tokens,

@@ -139,6 +139,7 @@ async def test_a_request_is_described_in_the_words_of_the_genai_conventions(
     assert first["gen_ai.operation.name"] == "chat"
     assert second["gen_ai.operation.name"] == "text_completion"
     assert first["gen_ai.provider.name"] == "paceline"
+    assert first["gen_ai.request.model"] == answer["model"]
     assert (first["gen_ai.request.temperature"], first["gen_ai.request.max_tokens"]) == (0.5, 400)
     assert first["gen_ai.conversation.id"] == agent.id
     assert first["gen_ai.response.id"] == answer["id"]
