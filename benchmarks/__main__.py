@@ -35,6 +35,7 @@ BENCHES = {
     ),
     "bandit": ("benchmarks.bandit.run", "regret of bandits over recorded and synthetic rollouts"),
     "gateway": ("benchmarks.gateway.run", "the front door under load, beside LiteLLM's proxy"),
+    "tracing": ("benchmarks.tracing", "what spans cost a gateway, in CPU time"),
     "growth": ("benchmarks.growth", "what a long run leaves in the durable Redis"),
     "coordinator": (
         "benchmarks.coordinator",

@@ -48,6 +48,7 @@ class DialogueEngine:
     """Meets calls.Engine. Every token it ever says has a log-prob of its own, which names it."""
 
     codec: TextCodec
+    model = "dialogue"
     sessions: Sessions
     saying: Saying = Saying(())
     seen: list[tuple[int, ...]] = field(default_factory=list)  # prompts

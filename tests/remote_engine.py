@@ -35,6 +35,7 @@ from rollout_gateway.engines.nouns import (
     PrefixStats,
     Request,
     RoundSplit,
+    StageTime,
 )
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
@@ -179,6 +180,7 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         ),
         time_to_first_token_s=message.time_to_first_token_s,
         matched_stop=message.matched_stop,
+        stages=tuple(from_message(StageTime, one) for one in message.stages),
     )
 
 

@@ -84,12 +84,17 @@ async def gateway(
 
 @asynccontextmanager
 async def gateway_with(
-    folder: Path, name: str, own: Mapping[str, Any], settings: Sequence[str]
+    folder: Path,
+    name: str,
+    own: Mapping[str, Any],
+    settings: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Front]:
     """Our gateway with the bench's own settings, addresses aside; further ones as on the command
     line, the last holds.
 
-    The log is called `name` and lies in the folder.
+    The log is called `name` and lies in the folder. environment: variables beside the bench's own.
     """
     port = free_port()
     own = {
@@ -100,7 +105,7 @@ async def gateway_with(
     }
     words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     command = [sys.executable, "-m", "rollout_gateway", *words, *settings]
-    async with _serving(name, command, port, "/health", folder) as front:
+    async with _serving(name, command, port, "/health", folder, environment) as front:
         yield front
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from benchmarks.simulation.lengths import DEMO
 from paceline.report.spans import SpanRecord, read_spans
-
-SESSION, REQUEST = "rollout.session", "engine.request"
+from paceline.telemetry import names
 
 
 def groups_of(spans: Iterable[SpanRecord]) -> list[list[int]]:
@@ -24,13 +23,14 @@ def groups_of(spans: Iterable[SpanRecord]) -> list[list[int]]:
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for one in sorted(known.values(), key=lambda one: one.start_ns):
         session = known.get(one.parent_id)
-        if one.name != REQUEST or session is None or session.name != SESSION:
+        if one.name != names.ENGINE_REQUEST or session is None or session.name != names.SESSION:
             continue
         rollout = known.get(session.parent_id)
-        if rollout is None or rollout.attributes["samples"] == 1:
+        if rollout is None or rollout.attributes[names.SAMPLES_PER_TASK] == 1:
             continue  # cut off, or an evaluation: one sample a task
-        group = groups.setdefault((rollout.span_id, session.attributes["task"]), [])
-        group.append((session.attributes["session"], one.attributes["response_tokens"]))
+        group = groups.setdefault((rollout.span_id, session.attributes[names.TASK]), [])
+        tokens = one.attributes[names.GEN_AI_OUTPUT_TOKENS]
+        group.append((session.attributes[names.SESSION_ID], tokens))
     return [[tokens for _, tokens in sorted(group)] for group in groups.values()]
 
 

@@ -20,7 +20,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from paceline.client import find_token
+from paceline.client import find_token, trace_headers
 
 HERE = Path(__file__).parent
 TOLERANCE = 5e-4
@@ -40,6 +40,7 @@ async def right_samples(
         seed=0,
         temperature=1,
         max_tokens=64,
+        extra_headers=trace_headers(),
     )
     texts = [choice.message.content or "" for choice in completion.choices]
     return [(re.findall(r"-?\d+", text) or [""])[-1] == task["answer"] for text in texts]

@@ -1,7 +1,9 @@
 """An agent that a run trains: claims its tasks, answers with the plain OpenAI client, scores and
 posts its own rewards.
 
-Nothing of Paceline is imported. See README.md for how to start the run.
+Of Paceline it imports where the token lies and how a trace goes on. With
+OTEL_EXPORTER_OTLP_ENDPOINT set, each attempt is a span there, and what the run makes of it is
+linked to it. See README.md for how to start the run.
 """
 
 from __future__ import annotations
@@ -9,14 +11,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import time
 from collections import Counter
 from typing import Any
 
 import httpx
 import openai
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from paceline.client import find_token
+from paceline.client import find_token, trace_headers
 
 WAIT_S = 10.0  # the gateway answers a claim at once when it has a task, else after so long
 
@@ -56,8 +64,14 @@ class Agent:
 
     async def _work(self) -> None:
         """One session after the other."""
-        while (session := await self._claim()) is not None:
-            await self._attempt(session)
+        tracer, about = trace.get_tracer("agent"), {"gen_ai.operation.name": "invoke_agent"}
+        there = True
+        while there:
+            with tracer.start_as_current_span("invoke_agent", attributes=about):
+                session = await self._claim()
+                there = session is not None
+                if session is not None:
+                    await self._attempt(session)
 
     async def _claim(self) -> dict[str, Any] | None:
         """A session for the next task of the run; None when none has come for a while or the
@@ -66,7 +80,9 @@ class Agent:
         while time.monotonic() < self._last_task_s + self._patience_s:
             try:
                 answer = await self._http.post(
-                    "/v1/sessions", json={"claim": True, "wait_s": WAIT_S}
+                    "/v1/sessions",
+                    json={"claim": True, "wait_s": WAIT_S},
+                    headers=trace_headers(),
                 )
             except httpx.TransportError:
                 answer = httpx.Response(httpx.codes.SERVICE_UNAVAILABLE)
@@ -85,7 +101,11 @@ class Agent:
         prompt, key = session["task"]["prompt"], session["api_key"]
         try:
             completion = await self._openai.with_options(api_key=key).completions.create(
-                model=self.model, prompt=prompt, temperature=1, max_tokens=224
+                model=self.model,
+                prompt=prompt,
+                temperature=1,
+                max_tokens=224,
+                extra_headers=trace_headers(),
             )
         except openai.APIError as error:
             await self._post(key, "fail", {"reason": "infra", "message": str(error)})
@@ -101,7 +121,7 @@ class Agent:
 
         What has ended already (409), or with its gateway, needs no end.
         """
-        headers = {"authorization": f"Bearer {key}"}
+        headers = {"authorization": f"Bearer {key}", **trace_headers()}
         try:
             answer = await self._http.post(
                 f"/v1/sessions/current/{action}", json=body, headers=headers
@@ -113,6 +133,15 @@ class Agent:
             answer.raise_for_status()
 
 
+def send_spans() -> TracerProvider:
+    """Spans of this process go where OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
+    provider = TracerProvider(resource=Resource.create({"service.name": "agent"}))
+    if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    return provider
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
@@ -121,8 +150,10 @@ async def main() -> None:
         "--patience", type=float, default=60, help="seconds without a task, then the run is over"
     )
     options = parser.parse_args()
+    spans = send_spans()
     agent = Agent(options.url, options.patience)
     await agent.run(options.sessions)
+    spans.shutdown()
     scored = agent.counts["right"] + agent.counts["wrong"]
     share = f"{agent.counts['right'] / scored:.3f} right" if scored else "none scored"
     print(f"{scored + agent.counts['failed']} sessions, {share}, {agent.counts['failed']} failed")

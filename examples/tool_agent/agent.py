@@ -18,7 +18,7 @@ from pydantic_ai import Agent, RunContext
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from paceline.client import find_token
+from paceline.client import find_token, trace_headers
 
 QUESTION = "What are our bolts worth?"
 WORTH = "84.00"
@@ -34,6 +34,7 @@ class Warehouse:
 
 
 agent = Agent(deps_type=Warehouse, instructions="You keep the warehouse's books.")
+Agent.instrument_all()
 
 
 @agent.tool
@@ -61,6 +62,11 @@ class Outcome:
     sample: dict[str, Any]  # what would be trained
 
 
+async def carry_trace(request: httpx.Request) -> None:
+    """The gateway's spans hang below pydantic-ai's, where this process exports any."""
+    request.headers.update(trace_headers())
+
+
 async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outcome:
     """One run of the agent under a session of its own."""
     about = {
@@ -70,12 +76,17 @@ async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outco
         "sample_index": sample_index,
     }
     opened = (await http.post("/v1/sessions", json=about)).raise_for_status().json()
-    provider = OpenAIProvider(base_url=f"{url}/v1", api_key=opened["api_key"])
-    model = OpenAIChatModel("model", provider=provider)
     warehouse = Warehouse()
-    run = await agent.run(
-        QUESTION, model=model, deps=warehouse, model_settings={"seed": sample_index}
-    )
+    async with httpx.AsyncClient(event_hooks={"request": [carry_trace]}, timeout=60) as to_model:
+        provider = OpenAIProvider(
+            base_url=f"{url}/v1", api_key=opened["api_key"], http_client=to_model
+        )
+        run = await agent.run(
+            QUESTION,
+            model=OpenAIChatModel("model", provider=provider),
+            deps=warehouse,
+            model_settings={"seed": sample_index},
+        )
     headers = {"authorization": f"Bearer {opened['api_key']}"}
     value = 1.0 if WORTH in run.output else 0.0
     (
@@ -117,7 +128,10 @@ async def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
     options = parser.parse_args()
     headers = {"authorization": f"Bearer {find_token(options.url) or 'none'}"}
-    async with httpx.AsyncClient(base_url=options.url, headers=headers, timeout=60) as http:
+    hooks = {"request": [carry_trace]}
+    async with httpx.AsyncClient(
+        base_url=options.url, headers=headers, timeout=60, event_hooks=hooks
+    ) as http:
         outcomes = list(
             await asyncio.gather(*(attempt(http, options.url, index) for index in range(2)))
         )

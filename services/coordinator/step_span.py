@@ -7,7 +7,7 @@ import contextvars
 from opentelemetry import context as otel_context
 from opentelemetry.trace import Span, set_span_in_context
 
-from paceline.telemetry import extract, inject, tracer
+from paceline.telemetry import extract, inject, names, tracer
 
 
 class StepSpans:
@@ -19,17 +19,19 @@ class StepSpans:
     def begin(self, run_id: str, step: int) -> str:
         """Begins a step's span, another one where it has begun; returns its traceparent."""
         self.end(step)
-        attributes: dict[str, str | int] = {"paceline.run": run_id, "paceline.step": step}
+        attributes: dict[str, str | int] = {names.RUN: run_id, names.RL_STEP: step}
         # A root of its own, whatever span the caller is in: one trace per RL step.
         root = otel_context.Context()
-        span = tracer().start_span("step", context=root, attributes=attributes)
+        span = tracer().start_span(names.STEP, context=root, attributes=attributes)
         self._spans[step] = span
         return inject(set_span_in_context(span)).get("traceparent", "")
 
     def take_up(self, step: int, traceparent: str) -> None:
         """Goes on in the trace of a step that a former coordinator began."""
         parent = extract({"traceparent": traceparent})
-        self._spans[step] = tracer().start_span("step", context=parent)
+        self._spans[step] = tracer().start_span(
+            names.STEP, context=parent, attributes={names.RL_STEP: step}
+        )
 
     def context(self, step: int | None) -> contextvars.Context:
         """A copy of the caller's context in which the step's span is current, if it runs."""

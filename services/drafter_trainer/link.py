@@ -11,7 +11,7 @@ from drafter_trainer import messages as m
 from paceline.errors import DeadlineExceeded
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Save
-from paceline.telemetry import extract, span
+from paceline.telemetry import extract, names, span
 
 Turn = m.Activate | m.Join | Save
 """Commands that all ranks carry out in the order in which they were sent."""
@@ -88,5 +88,6 @@ class TrainerLink:
 def activation_span(command: m.Activate) -> Iterator[None]:
     """The activation in the trace of its RL step."""
     parent = extract({"traceparent": command.traceparent}) if command.traceparent else None
-    with span("drafter.activate", parent=parent, step=command.step, epoch=command.epoch):
+    about = {names.RL_STEP: command.step, names.EPOCH: command.epoch}
+    with span(names.DRAFTER_ACTIVATE, about, parent=parent):
         yield

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from drafter_trainer.messages import Judged
-from paceline.telemetry import span
+from paceline.telemetry import names, span
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, Labels
 
 if TYPE_CHECKING:  # the parent of the ranks imports no torch
@@ -143,21 +143,27 @@ def record_decision(decision: Judged) -> None:
 
 @contextmanager
 def micro_step_span(
-    epoch: int, slots: Sequence[int], policy_version: int, kind: str
+    epoch: int, slots: Sequence[int], policy_version: int, kind: str, batches: Iterable[str] = ()
 ) -> Iterator[Callable[[MicroResult], None]]:
-    """The span of one micro-batch on slots of a lease; call what it gives with the result."""
+    """The span of one micro-batch on slots of a lease; call what it gives with the result.
+
+    batches: traceparents of the feature batches whose rows it learns from; it links them.
+    """
     with span(
-        "drafter.micro_step",
-        epoch=epoch,
-        slots=list(slots),
-        policy_version=policy_version,
-        drafter=kind,
+        names.DRAFTER_MICRO_STEP,
+        {
+            names.EPOCH: epoch,
+            names.SLOTS: list(slots),
+            names.POLICY_VERSION: policy_version,
+            names.DRAFTER: kind,
+        },
+        links=sorted(batches),
     ) as current:
 
         def record(result: MicroResult) -> None:
-            current.set_attribute("positions", result.positions)
-            current.set_attribute("loss", result.loss)
-            current.set_attribute("stepped", result.stepped)
+            current.set_attribute(names.POSITIONS, result.positions)
+            current.set_attribute(names.LOSS, result.loss)
+            current.set_attribute(names.STEPPED, result.stepped)
 
         yield record
 
@@ -165,11 +171,11 @@ def micro_step_span(
 @contextmanager
 def gate_span(drafter_version: int) -> Iterator[Callable[[Iterable[Judged]], None]]:
     """The span of one piece of a round; call what it gives with the decisions."""
-    with span("drafter.gate", drafter_version=drafter_version) as current:
+    with span(names.DRAFTER_GATE, {names.DRAFTER_VERSION: drafter_version}) as current:
 
         def record(decisions: Iterable[Judged]) -> None:
             for decision in decisions:
-                current.set_attribute("decision", decision.decision)
-                current.set_attribute("drafter", decision.kind)
+                current.set_attribute(names.DECISION, decision.decision)
+                current.set_attribute(names.DRAFTER, decision.kind)
 
         yield record

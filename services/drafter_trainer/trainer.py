@@ -148,7 +148,8 @@ class DrafterTrainer:
             student = self.students.take_turn(rows[0].layers)
             slots = activation.slots[: len(rows)]
             version, kind = batch.head.policy_version, student.kind
-            with micro_step_span(activation.epoch, slots, version, kind) as record:
+            traces = batch.traceparents
+            with micro_step_span(activation.epoch, slots, version, kind, traces) as record:
                 row = sharing.hand_out(rows, student.learner.members, student.index)
                 result = student.learner.micro_step(row, batch.head)
                 record(result)

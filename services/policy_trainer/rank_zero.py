@@ -17,7 +17,7 @@ from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.rpc.progress import REDIS
 from paceline.streams import Ledger, RedisStream, connect, run_key
-from paceline.telemetry import extract, get_logger, link_current, span
+from paceline.telemetry import extract, get_logger, link_current, names, span
 from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
 from policy_trainer.batches.batcher import Batcher
@@ -195,9 +195,8 @@ class RankZero:
             _log.error("updates_skipped", step=progress.step, updates=skipped)
 
     async def _collect(self, command: Train, wanted: Wanted) -> Collected:
-        with span(
-            "policy.batch_wait", parent=extract(command.sender.carrier), step=wanted.step
-        ) as current:
+        parent = extract(command.sender.carrier)
+        with span(names.BATCH_WAIT, {names.RL_STEP: wanted.step}, parent=parent) as current:
             began = time.perf_counter()
             batch = await self._batcher.collect(wanted)
             link_current(batch.links)
@@ -205,16 +204,15 @@ class RankZero:
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
             count_batch(batch)
-            current.set_attribute("trajectories", collected.facts.trajectories)
-            current.set_attribute("zero_variance_groups", collected.facts.zero_variance_groups)
+            current.set_attribute(names.TRAJECTORIES, collected.facts.trajectories)
+            current.set_attribute(names.ZERO_VARIANCE_GROUPS, collected.facts.zero_variance_groups)
             return collected
 
     async def _push(self, command: Train, progress: Progress, publication: Publication) -> None:
-        with span(
-            "policy.publish", parent=extract(command.sender.carrier), step=progress.step
-        ) as current:
+        parent = extract(command.sender.carrier)
+        with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
             report = await push(publication, self._config, command.sender.context())
-            current.set_attribute("bytes", report.bytes)
+            current.set_attribute(names.BYTES, report.bytes)
             PART_TIME.record(report.push_s, part="publish")
             PUSHED_BYTES.record(report.bytes)
         if report.replaced:

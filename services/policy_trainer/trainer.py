@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.errors import DataLoss, InternalError, ResourceExhausted, Unavailable, WeightsError
 from paceline.ranks.messages import Doing, Impaired, Save
 from paceline.tagged_json import from_object, to_object
-from paceline.telemetry import extract, span
+from paceline.telemetry import extract, names, span
 from paceline.training.checkpoints import (
     CheckpointWriter,
     checkpoint_numbers,
@@ -236,7 +236,12 @@ class PolicyTrainer:
         if batch is None:
             return False
         with (
-            span("policy.optimizer_step", parent=extract(carrier), links=collected.links, step=step)
+            span(
+                names.OPTIMIZER_STEP,
+                {names.RL_STEP: step},
+                parent=extract(carrier),
+                links=collected.links,
+            )
             if collected
             else nullcontext()
         ):
@@ -266,7 +271,7 @@ class PolicyTrainer:
     def begin_checkpoint(self, command_id: int = 0) -> None:
         """Begins a checkpoint, written while the ranks go on; command 0 is the interval."""
         started = time.perf_counter()
-        with span("policy.checkpoint", version=self.progress.policy_version):
+        with span(names.POLICY_CHECKPOINT, {names.POLICY_VERSION: self.progress.policy_version}):
             self.settle()
             self._copied = self.learner.state(self._copied)
             state = {"learner": self._copied, "progress": to_object(self.progress)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollout_gateway.engines.nouns import (
     PauseMode,
     PrefixStats,
     Request,
+    StageTime,
 )
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -244,6 +246,31 @@ def test_a_request_not_streamed_is_told_once(case: Case) -> None:
     news = drain(engine)
     assert len(news[1]) == 1
     assert len(news[2]) > 1
+
+
+def test_the_stages_of_a_request_account_for_its_tokens_and_its_time(case: Case) -> None:
+    engine = case.build(None)
+    before = time.time_ns()
+    for number in range(6):  # more than there are slots
+        engine.enqueue(request(number, stream=number % 2 == 0))
+    news = drain(engine)
+    after = time.time_ns()
+    for chunks in news.values():
+        assert [chunk.stages for chunk in chunks[:-1]] == [()] * (len(chunks) - 1)
+        last = chunks[-1]
+        by_name: dict[str, list[StageTime]] = {}
+        for one in last.stages:
+            by_name.setdefault(one.stage, []).append(one)
+            assert before <= one.start_ns <= one.end_ns <= after
+            assert 0 <= one.busy_s <= (one.end_ns - one.start_ns) / 1e9 + 1e-6
+        rounds = by_name["decode"]
+        assert len(by_name["prefill"]) == 1
+        assert sum(one.tokens for one in rounds) == 20
+        assert sum(one.rounds for one in rounds) >= last.speculation.target_steps
+        drawn = {way.arm for chunk in chunks for way in chunk.draw_spans}
+        assert {(one.arm, one.policy_version) for one in rounds} == {(arm, 0) for arm in drawn}
+        whole = max(one.end_ns for one in last.stages) - min(one.start_ns for one in last.stages)
+        assert sum(one.busy_s for one in last.stages) == pytest.approx(whole / 1e9, abs=1e-3)
 
 
 def test_tokens_do_not_depend_on_arm_batch_or_company(case: Case) -> None:

@@ -17,6 +17,7 @@ from benchmarks.demo_runs import demo_folder
 from paceline.local.patience import patient
 from paceline.report.audit import WORK
 from paceline.report.spans import read_spans
+from paceline.telemetry import names
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,6 +65,18 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert "trajectory.append" in report
     assert "policy.optimizer_step" in report
     assert left_over(tmp_path) == []
+    why = paceline("why", str(run), "1", "--json")
+    assert why.returncode == 0, why.stderr
+    told = json.loads(why.stdout)
+    assert (told["what"], told["compared_with"]) == ("step 1", 2)
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert told["seconds"] == pytest.approx(steps[1]["step_s"], rel=0.2)
+    assert sum(one["share"] for one in told["edges"]) == pytest.approx(1)
+    spent = {one["span"] for one in told["parts"]}
+    assert {names.engine_stage("decode"), names.WEIGHTS_CANARY} <= spent
+    assert told["culprit"].startswith("step 1 took ")
+    slowest = paceline("why", str(run))
+    assert "share by edge" in slowest.stdout
 
 
 def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: Path) -> None:

@@ -1,89 +1,113 @@
-"""Spans and metrics reach an OTLP collector when the standard variable names one, and nobody
-otherwise.
+"""Spans, metrics and log records reach an OTLP collector when the standard variable names one, and
+nobody otherwise.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from __future__ import annotations
 
-import grpc
+import logging
+from collections.abc import Iterator
+
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from otlp_receiver import VARIABLES, OtlpReceiver, receiving
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
+from paceline.local.patience import patient
 from paceline.telemetry.metrics import Counter
 
 
-class Collector(
-    trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer
-):
-    """Keeps what arrives, in the order of arrival."""
-
-    def __init__(self) -> None:
-        self.received: list[Any] = []
-
-    def Export(self, request: Any, context: object) -> Any:
-        self.received.append(request)
-        if isinstance(request, trace_service_pb2.ExportTraceServiceRequest):
-            return trace_service_pb2.ExportTraceServiceResponse()
-        return metrics_service_pb2.ExportMetricsServiceResponse()
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    with receiving() as started:
+        yield started
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collector, str]]:
-    for variable in (
-        "OTEL_EXPORTER_OTLP_ENDPOINT",
-        "OTEL_EXPORTER_OTLP_INSECURE",
-        "OTEL_RESOURCE_ATTRIBUTES",
-    ):
-        monkeypatch.delenv(variable, raising=False)
-    servicer = Collector()
-    with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool)
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
-        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        yield servicer, f"http://127.0.0.1:{port}"
-        server.stop(0).wait()
+def wanted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> OtlpReceiver:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+    return receiver
 
 
-def work() -> None:
-    telemetry.setup("gateway", TelemetryConfig())
+def work() -> str:
+    """What a process does; the id of its span."""
+    telemetry.setup("gateway", TelemetryConfig(log_level="info"))
     Counter("tokens", "1", (), "of a test").record(5)
-    with telemetry.span("step", step=1):
-        pass
+    log = telemetry.get_logger("router")
+    log.debug("too little to tell")
+    with telemetry.span("step", {"step": 1}) as step:
+        log.info("a worker is gone", worker=2, share=0.5, reason=ValueError("no good"))
+        span_id = f"{step.get_span_context().span_id:016x}"
     telemetry.shutdown()
+    return span_id
 
 
-def test_spans_and_metrics_are_exported_under_the_services_name(
-    collector: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servicer, endpoint = collector
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-    work()
-    (spans,) = [
-        message.resource_spans[0]
-        for message in servicer.received
-        if hasattr(message, "resource_spans")
-    ]
-    (metrics,) = [
-        message.resource_metrics[0]
-        for message in servicer.received
-        if hasattr(message, "resource_metrics")
-    ]
-    for found in (spans, metrics):
-        names = {
-            attribute.key: attribute.value.string_value for attribute in found.resource.attributes
-        }
-        assert names["service.name"] == "gateway"
-    assert [span.name for span in spans.scope_spans[0].spans] == ["step"]
-    (counter,) = metrics.scope_metrics[0].metrics
+def test_spans_and_metrics_are_exported_under_the_services_name(wanted: OtlpReceiver) -> None:
+    span_id = work()
+    (span,) = wanted.spans
+    assert (span.service, span.name, span.span_id) == ("gateway", "step", span_id)
+    assert span.attributes == {"step": 1}
+    (counter,) = wanted.metrics["gateway"]
     assert (counter.name, counter.sum.data_points[0].as_int) == ("tokens", 5)
 
 
-def test_nothing_is_exported_unless_asked(collector: tuple[Collector, str]) -> None:
+def test_log_records_are_exported_with_the_trace_and_span_they_were_written_in(
+    wanted: OtlpReceiver,
+) -> None:
+    span_id = work()
+    (record,) = wanted.logs
+    assert (record.service, record.body, record.level) == ("gateway", "a worker is gone", "info")
+    assert (record.trace_id, record.span_id) == (wanted.spans[0].trace_id, span_id)
+    assert record.attributes == {
+        "source": "router",
+        "worker": 2,
+        "share": 0.5,
+        "reason": "no good",
+    }
+
+
+def test_an_exception_goes_along_and_those_of_libraries_from_warning_on(
+    wanted: OtlpReceiver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telemetry.setup("gateway", TelemetryConfig())
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        telemetry.get_logger("x").exception("failed")
+        logging.getLogger("library").exception("failed too")
+    logging.getLogger("library").info("not told")
+    logging.getLogger("opentelemetry.sdk").warning("of the export itself")
+    telemetry.shutdown()
+    assert [one.body for one in wanted.logs] == ["failed", "failed too"]
+    for one in wanted.logs:
+        assert one.attributes["exception.type"] == "KeyError"
+        assert "raise KeyError" in one.attributes["exception.stacktrace"]
+    assert wanted.logs[1].attributes["source"] == "library"
+    shown = capsys.readouterr().err
+    assert shown.count("Traceback") == 2  # stderr has what it had
+    assert "of the export itself" in shown
+
+
+def test_one_signal_can_have_an_endpoint_of_its_own(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", receiver.endpoint)
     work()
-    assert collector[0].received == []
+    assert len(receiver.logs) == 1
+    assert receiver.spans == []
+    assert receiver.metrics == {}
+
+
+def test_a_log_after_the_end_is_written_and_breaks_nothing(
+    wanted: OtlpReceiver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work()
+    telemetry.get_logger("router").warning("last words")
+    assert "last words" in capsys.readouterr().err
+    assert wanted.until(lambda: len(wanted.logs) == 1, patient(5))
+
+
+def test_nothing_is_exported_unless_asked(receiver: OtlpReceiver) -> None:
+    work()
+    assert (receiver.spans, receiver.logs, receiver.metrics) == ([], [], {})

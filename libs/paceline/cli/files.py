@@ -1,4 +1,6 @@
-"""Defines the commands on the files of a run, and before one: report, page, logs, eval, init."""
+"""Defines the commands on the files of a run, and before one: report, page, why, logs, eval,
+init.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,27 @@ def page(
     from paceline.cli.page import serve_page
 
     run_to_exit(serve_page(run, config or [], port, console))
+
+
+def why(
+    run: Run,
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="STEP|TRACE",
+            help="a step's number, or the beginning of a trace id; else the slowest step",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Say why a step or a trace took so long: its critical path beside the median step's."""
+    from paceline.cli.why import show_why
+
+    try:
+        show_why(run, which, Console(), as_json=as_json)
+    except PacelineError as error:
+        raise refused(error) from error
 
 
 def logs(
@@ -152,6 +175,7 @@ def init(
 COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "page": page,
+    "why": why,
     "logs": logs,
     "eval": evaluate,
     "init": init,

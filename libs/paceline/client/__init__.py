@@ -19,6 +19,7 @@ from paceline.client.options import ChatOptions, GenerationOptions
 from paceline.client.settings import Backoff, find_token
 from paceline.client.sync.client import Client
 from paceline.client.sync.session import ChatStream, Session
+from paceline.client.traces import trace_headers
 
 __all__ = [
     "AsyncChatStream",
@@ -40,4 +41,5 @@ __all__ = [
     "ToolCallDelta",
     "Usage",
     "find_token",
+    "trace_headers",
 ]

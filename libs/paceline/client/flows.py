@@ -20,6 +20,7 @@ from paceline.client.answers import Json, OpenedSession, SessionInfo, documented
 from paceline.client.calls import GatewayCall
 from paceline.client.failures import error_of
 from paceline.client.settings import Backoff, ClientSettings, check_seconds
+from paceline.client.traces import trace_headers
 from paceline.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -239,7 +240,7 @@ def _attempts(call: GatewayCall[Any], settings: ClientSettings) -> Attempts:
 
 def _headers(call: GatewayCall[Any], settings: ClientSettings) -> dict[str, str]:
     key = call.key or settings.token
-    headers = {"accept": "application/json"}
+    headers = {"accept": "application/json", **trace_headers()}
     if key:
         headers["authorization"] = f"Bearer {key}"
     if call.body is not None:

@@ -14,11 +14,12 @@ from dataclasses import replace
 
 from paceline.report.slots import Entry, SlotInterval, slot_intervals
 from paceline.report.spans import SpanRecord
+from paceline.telemetry import names
 
 WORK = {
-    "engine.busy": "engine",
-    "policy.optimizer_step": "policy",
-    "drafter.micro_step": "drafter",
+    names.ENGINE_BUSY: "engine",
+    names.OPTIMIZER_STEP: "policy",
+    names.DRAFTER_MICRO_STEP: "drafter",
 }
 """Spans of work that needs a slot, and who does it."""
 
@@ -82,11 +83,11 @@ class _Leases:
     def _slots(self, span: SpanRecord) -> Iterable[int]:
         match WORK[span.name]:
             case "engine":
-                first = int(span.attributes.get("worker", 0)) * self._per_worker
+                first = int(span.attributes.get(names.WORKER, 0)) * self._per_worker
                 return range(first, first + self._per_worker)
             case "drafter":
-                leased = self._of_epoch.get(int(span.attributes.get("epoch", 0)), ())
-                trained_on = span.attributes.get("slots", leased)
+                leased = self._of_epoch.get(int(span.attributes.get(names.EPOCH, 0)), ())
+                trained_on = span.attributes.get(names.SLOTS, leased)
                 return tuple(trained_on) if leased else ()
             case _:
                 return self._of_policy

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paceline.telemetry import names
+
 _INDEXED = 400_000
 _SAMPLES = 20_000
 _TRACE_SPANS = 4_000
-_MILESTONES = ("rollout.session", "policy.optimizer_step", "drafter.micro_step", "drafter.activate")
+_MILESTONES = (
+    names.SESSION,
+    names.OPTIMIZER_STEP,
+    names.DRAFTER_MICRO_STEP,
+    names.DRAFTER_ACTIVATE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +75,17 @@ class SpanReport:
     left_out: int = 0  # callers beyond the memory bound
 
 
-def read_spans(directory: Path) -> Iterator[SpanRecord | None]:
-    """Every span of every file, in file order; None for a line that is no span."""
+def read_spans(directory: Path, holding: Sequence[str] = ()) -> Iterator[SpanRecord | None]:
+    """Every span of every file, in file order; None for a line that is no span.
+
+    holding: only lines that hold one of these texts, where there are any; others are not even
+    parsed.
+    """
     for path in sorted(directory.glob("*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                yield _span(line)
+                if not holding or any(text in line for text in holding):
+                    yield _span(line)
 
 
 def read_report(directory: Path, trace_id: str = "") -> SpanReport:
@@ -168,7 +180,7 @@ def _hops(
     if span.kind == "server" and (caller := callers.get(span.parent_id)) is not None:
         yield (caller.service, span.service, caller.name, "gRPC"), caller.duration_s
     if span.kind == "consumer":
-        for span_id in (span.parent_id, *(_span_id(link) for link in span.links)):
+        for span_id in (span.parent_id, *(span_id_of(link) for link in span.links)):
             producer = callers.get(span_id)
             if producer is not None and producer.kind == "producer":
                 # A blocking read opens before its entry is there: such an entry did not wait.
@@ -179,7 +191,8 @@ def _hops(
                 )
 
 
-def _span_id(traceparent: str) -> str:
+def span_id_of(traceparent: str) -> str:
+    """The span that a traceparent names; empty for what is none."""
     parts = traceparent.split("-")
     return parts[2] if len(parts) == 4 else ""
 

@@ -25,7 +25,7 @@ from paceline.errors import Unavailable
 from paceline.rpc.security import AUTHORIZATION, channel_credentials, check_security
 from paceline.rpc.server import MESSAGE_CAP
 from paceline.rpc.status import error_from_rpc
-from paceline.telemetry import inject, mark_failed, tracer
+from paceline.telemetry import inject, mark_failed, names, tracer
 from paceline.v1 import coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 
 _RETRY = {
@@ -181,12 +181,12 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
         if method.startswith("/grpc."):
             return self._plain(start)
         service, _, name = method.lstrip("/").partition("/")
-        title = f"{service.rpartition('.')[2]}.{name}"
+        title = names.rpc_span(service, name)
         facts = {
-            "rpc.system": "grpc",
-            "rpc.service": service,
-            "rpc.method": name,
-            "server.address": self.address,
+            names.RPC_SYSTEM: "grpc",
+            names.RPC_SERVICE: service,
+            names.RPC_METHOD: name,
+            names.SERVER_ADDRESS: self.address,
         }
 
         def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
 
 async def _end_span(opened: Span, call: Any, end_ns: int) -> None:
     code = await call.code()
-    opened.set_attribute("rpc.grpc.status_code", code.value[0])
+    opened.set_attribute(names.RPC_STATUS, code.value[0])
     if code is not grpc.StatusCode.OK:
         opened.set_status(StatusCode.ERROR, await call.details())
     opened.end(end_ns)

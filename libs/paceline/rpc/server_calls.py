@@ -28,7 +28,14 @@ from paceline.errors import (
 from paceline.rpc.metrics import REFUSED
 from paceline.rpc.security import check_token
 from paceline.rpc.status import MALFORMED, REFUSALS, code_of, error_from_rpc, status_of
-from paceline.telemetry import current_trace_id, extract_metadata, get_logger, mark_failed, span
+from paceline.telemetry import (
+    current_trace_id,
+    extract_metadata,
+    get_logger,
+    mark_failed,
+    names,
+    span,
+)
 
 HEALTH = "/grpc.health.v1.Health/"
 _FACTORIES = {
@@ -134,12 +141,11 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _around(self, call: Any, context: Any) -> AsyncIterator[None]:
         metadata = tuple(call.invocation_metadata or ())
         service, _, method = call.method.lstrip("/").partition("/")
-        facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+        facts = {names.RPC_SYSTEM: "grpc", names.RPC_SERVICE: service, names.RPC_METHOD: method}
         parent = extract_metadata(metadata)
         failed: Status | None = None
-        with span(
-            f"{service.rpartition('.')[2]}.{method}", kind="server", parent=parent, **facts
-        ) as opened:
+        title = names.rpc_span(service, method)
+        with span(title, facts, kind="server", parent=parent) as opened:
             try:
                 check_token(self._security, call.method, metadata)
                 yield
@@ -242,4 +248,4 @@ def _known(error: Exception, method: str) -> PacelineError:
 
 
 def _record(opened: Span, code: grpc.StatusCode) -> None:
-    opened.set_attribute("rpc.grpc.status_code", code.value[0])
+    opened.set_attribute(names.RPC_STATUS, code.value[0])

@@ -1,5 +1,6 @@
 """Records traces, metrics and logs of a process and carries the trace context on the wire."""
 
+from paceline.telemetry import names
 from paceline.telemetry.context import (
     current_trace_id,
     extract,
@@ -16,10 +17,19 @@ from paceline.telemetry.setup import (
     setup,
     shutdown,
 )
-from paceline.telemetry.trace import link_current, mark_failed, span, tracer
+from paceline.telemetry.trace import (
+    Attributes,
+    link_current,
+    mark_failed,
+    open_span,
+    past_span,
+    span,
+    tracer,
+)
 
 __all__ = [
     "PROMETHEUS_TYPE",
+    "Attributes",
     "current_trace_id",
     "extract",
     "extract_frame",
@@ -30,6 +40,9 @@ __all__ = [
     "last_span",
     "link_current",
     "mark_failed",
+    "names",
+    "open_span",
+    "past_span",
     "prometheus_page",
     "setup",
     "shutdown",

@@ -17,8 +17,11 @@ def get_logger(name: str) -> FilteringBoundLogger:
     return logger
 
 
-def configure_log(service: str, level: str, as_json: bool) -> None:
-    """Send our lines, and those of libraries from warning on, to stderr in one format."""
+def configure_log(service: str, level: str, as_json: bool, export: Processor | None = None) -> None:
+    """Send our lines, and those of libraries from warning on, to stderr in one format.
+
+    `export` sees each as well.
+    """
 
     def add_service(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         event["service"] = service
@@ -31,6 +34,7 @@ def configure_log(service: str, level: str, as_json: bool) -> None:
         add_service,
         add_trace_ids,
     ]
+    exported = [] if export is None else [export]
     # Tracebacks without local variables: those may hold a token or a prompt.
     plain = structlog.dev.plain_traceback
     rendering: list[Processor] = (
@@ -40,14 +44,14 @@ def configure_log(service: str, level: str, as_json: bool) -> None:
     )
     numeric = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
-        processors=[*shared, *rendering],
+        processors=[*shared, *exported, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(numeric),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
     strip: Any = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[*shared, add_source], processors=[strip, *rendering]
+        foreign_pre_chain=[*shared, add_source, *exported], processors=[strip, *rendering]
     )
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(formatter)

@@ -15,6 +15,7 @@ from paceline.telemetry.metrics import use_meter
 from paceline.telemetry.trace import use_tracer
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -27,7 +28,7 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class _Running:
     """Providers between `setup` and `shutdown`, and where metrics wait for `prometheus_page`."""
 
-    providers: tuple[TracerProvider, MeterProvider] | None = None
+    providers: tuple[TracerProvider, MeterProvider, LoggerProvider | None] | None = None
     registry: CollectorRegistry | None = None
     ended: tuple[str, int] = ("", 0)  # name of the last span, and when in ns since the epoch
 
@@ -37,15 +38,15 @@ def setup(service: str, config: TelemetryConfig) -> None:
 
     Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to
     OTEL_EXPORTER_OTLP_ENDPOINT when that is set (OTLP over gRPC); otherwise they exist for their
-    ids only. Metrics go to the same endpoint, and with `prometheus` to `prometheus_page` as well,
-    which costs nothing until it is asked for.
+    ids only. Log records and metrics go to the same endpoint too, metrics with `prometheus` also to
+    `prometheus_page`, which costs nothing until it is asked for.
     """
     from opentelemetry.sdk.resources import Resource
 
     shutdown()
-    configure_log(service, config.log_level, config.log_json)
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
-    _Running.providers = (_traces(service, config, resource), _metrics(config, resource))
+    logs = _logs(service, config, resource)
+    _Running.providers = (_traces(service, config, resource), _metrics(config, resource), logs)
     use_tracer(_Running.providers[0])
     use_meter(_Running.providers[1])
 
@@ -57,12 +58,14 @@ def shutdown() -> None:
     from opentelemetry.metrics import NoOpMeterProvider
     from opentelemetry.trace import NoOpTracerProvider
 
-    traces, metrics = _Running.providers
+    traces, metrics, logs = _Running.providers
     _Running.providers = _Running.registry = None
     use_tracer(NoOpTracerProvider())
     use_meter(NoOpMeterProvider())
     traces.shutdown()
     metrics.shutdown()
+    if logs is not None:
+        logs.shutdown()
 
 
 def last_span() -> tuple[str, float]:
@@ -86,6 +89,18 @@ def prometheus_page() -> bytes:
     from prometheus_client import generate_latest
 
     return generate_latest(_Running.registry)
+
+
+def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerProvider | None:
+    """Logs to stderr, and to an OTLP endpoint where there is one."""
+    if not _otlp_wanted("LOGS"):
+        configure_log(service, config.log_level, config.log_json)
+        return None
+    from paceline.telemetry.log_export import exporting, otlp_logs
+
+    provider = otlp_logs(resource)
+    configure_log(service, config.log_level, config.log_json, exporting(provider))
+    return provider
 
 
 def _traces(service: str, config: TelemetryConfig, resource: Resource) -> TracerProvider:

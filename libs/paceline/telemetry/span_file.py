@@ -21,6 +21,8 @@ from opentelemetry.sdk.trace.export import (
     SpanExportResult,
 )
 
+from paceline.telemetry import names
+
 _QUEUE_SPANS, _BATCH_SPANS, _INTERVAL_MS = 16_384, 512, 500.0
 
 
@@ -68,7 +70,7 @@ def line_of(service: str, span: ReadableSpan) -> str:
     assert context is not None
     attributes = {key: _plain(value) for key, value in (span.attributes or {}).items()}
     if span.status.description:
-        attributes["error.message"] = span.status.description
+        attributes[names.ERROR_MESSAGE] = span.status.description
     record: dict[str, Any] = {
         "trace_id": f"{context.trace_id:032x}",
         "span_id": f"{context.span_id:016x}",

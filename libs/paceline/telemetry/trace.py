@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -19,10 +19,13 @@ from opentelemetry.trace import (
 )
 from opentelemetry.util.types import AttributeValue
 
+from paceline.telemetry import names
 from paceline.telemetry.context import span_context
 from paceline.telemetry.metrics import SCOPE
 
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
+Attributes = Mapping[str, AttributeValue]
+"""By name; see `names`."""
 
 
 class _Current:
@@ -44,24 +47,21 @@ def tracer() -> Tracer:
 @contextmanager
 def span(
     name: str,
+    attributes: Attributes | None = None,
     *,
     kind: Kind = "internal",
     parent: Context | None = None,
     links: Sequence[str] = (),
-    **attributes: AttributeValue,
 ) -> Iterator[Span]:
     """A span that is current inside the block; an exception marks it as failed and passes through.
 
     `parent` None is the current span; `links` are traceparent strings, invalid ones are left out.
     """
-    linked = [
-        Link(found) for traceparent in links if (found := span_context(traceparent)) is not None
-    ]
     with tracer().start_as_current_span(
         name,
         context=parent,
         kind=SpanKind[kind.upper()],
-        links=linked,
+        links=_linked(links),
         attributes=attributes,
         record_exception=False,
         set_status_on_exception=False,
@@ -73,9 +73,25 @@ def span(
             raise
 
 
-def past_span(name: str, start_ns: int, **attributes: AttributeValue) -> None:
-    """A span, of a trace of its own, that began at `start_ns` since the epoch and ends now."""
-    tracer().start_span(name, context=Context(), start_time=start_ns, attributes=attributes).end()
+def open_span(name: str, attributes: Attributes, links: Sequence[str] = ()) -> Span:
+    """A span below the current one that its owner ends, in whatever context."""
+    return tracer().start_span(name, attributes=attributes, links=_linked(links))
+
+
+def past_span(
+    name: str,
+    attributes: Attributes,
+    start_ns: int,
+    end_ns: int | None = None,
+    parent: Context | None = None,
+) -> None:
+    """A span of what began at `start_ns` since the epoch and ended at `end_ns`, or ends now.
+
+    `parent` None begins a trace of its own.
+    """
+    context = Context() if parent is None else parent
+    made = tracer().start_span(name, context=context, start_time=start_ns, attributes=attributes)
+    made.end(end_ns)
 
 
 def link_current(traceparents: Iterable[str]) -> None:
@@ -90,5 +106,9 @@ def link_current(traceparents: Iterable[str]) -> None:
 
 def mark_failed(failed: Span, error: BaseException) -> None:
     """Set the span's status and the kind of error."""
-    failed.set_attribute("error.type", type(error).__name__)
+    failed.set_attribute(names.ERROR_TYPE, type(error).__name__)
     failed.set_status(StatusCode.ERROR, str(error))
+
+
+def _linked(traceparents: Iterable[str]) -> list[Link]:
+    return [Link(found) for one in traceparents if (found := span_context(one)) is not None]

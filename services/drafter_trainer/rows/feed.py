@@ -14,7 +14,7 @@ from paceline import telemetry
 from paceline.errors import DataLoss, ResourceExhausted, Unavailable
 from paceline.models.config import ModelConfig
 from paceline.streams import Entry, Stream, decode_features
-from paceline.telemetry import span
+from paceline.telemetry import names, span
 
 GROUP, CONSUMER = "drafter", "rank0"
 ENTRIES_PER_READ = 32
@@ -109,7 +109,7 @@ class RowFeed:
         if not entries:
             return
         with span(
-            "features.read",
+            names.FEATURES_READ,
             kind="consumer",
             links=[entry.fields.get("traceparent", "") for entry in entries],
         ):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
-from paceline.telemetry import get_logger, span
+from paceline.telemetry import get_logger, names, span
 from policy_trainer.batches.groups import (
     Batch,
     GroupFilter,
@@ -86,7 +86,7 @@ class Batcher:
             self._require_room()
             entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
             with span(
-                "trajectory.read",
+                names.TRAJECTORY_READ,
                 kind="consumer",
                 links=[e.fields.get("traceparent", "") for e in entries],
             ):

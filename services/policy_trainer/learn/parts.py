@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from paceline.telemetry import span
+from paceline.telemetry import names, span
 
 
 class StepParts:
@@ -24,7 +24,7 @@ class StepParts:
         the optimiser, which waits for the gradient's norm.
         """
         started = time.perf_counter()
-        with span(f"policy.{name}") if dist.get_rank() == 0 else nullcontext():
+        with span(names.policy_part(name)) if dist.get_rank() == 0 else nullcontext():
             yield
         self._seconds[name] += time.perf_counter() - started
 

@@ -8,17 +8,21 @@ answers at once finds its history known.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
+
 from paceline.errors import DataLoss, InvalidInput, Unavailable
 from paceline.messages import stats_from_proto
-from paceline.telemetry import span
+from paceline.telemetry import names, span
 from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.calls.spans import STAGE_SPANS, asked
 from rollout_gateway.chat.messages import Delta, Message
 from rollout_gateway.chat.parse import ChatParser, finish_name
 from rollout_gateway.chat.text import TextCodec
@@ -77,6 +81,7 @@ class EngineAccess(Protocol):
     """What a call needs of the gateway."""
 
     codec: TextCodec
+    model: str  # what it is called
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         """Send the request to a worker."""
@@ -148,13 +153,15 @@ class Call:
             if plan.queue_key is not None:
                 place = engine.place(plan.queue_key)
             async with place:
-                with span("engine.request", prompt_tokens=len(plan.prompt)) as current:
+                with span(names.ENGINE_REQUEST, self._asked()) as current:
+                    if plan.session is not None:
+                        plan.session.trace.link()
                     self.generation = generation = engine.submit(plan, stream=stream)
                     async for chunk in generation.chunks():
                         _refuse(chunk)
                         piece = self._take(chunk)
                         if chunk.finish_reason:
-                            describe(current, generation)
+                            self._describe(current, generation)
                             self._record(generation)
                         yield piece
         finally:
@@ -185,6 +192,22 @@ class Call:
                 finish = finish_name(self._parser.message, finish)
         self.finish = finish
         return Piece(chunk, news, delta, finish, start)
+
+    def _asked(self) -> Mapping[str, AttributeValue]:
+        plan = self.plan
+        return asked(
+            self.engine.model,
+            plan.sampling,
+            len(plan.prompt),
+            chat=plan.parser is not None,
+            completion_id=plan.completion_id,
+            session_id="" if plan.session is None else plan.session.session_id,
+        )
+
+    def _describe(self, current: Span, generation: Generation) -> None:
+        current.set_attribute(names.GEN_AI_FINISH_REASONS, [self.finish])
+        describe(current, generation)
+        STAGE_SPANS.show(current, generation.worker_index, generation.whole)
 
     def _record(self, generation: Generation) -> None:
         plan, chunk = self.plan, generation.whole

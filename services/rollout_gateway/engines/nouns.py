@@ -92,6 +92,20 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTime:
+    """Where a part of a request's time in an engine went; see proto StageTime."""
+
+    stage: str  # queue, prefill, decode
+    arm: str = ""
+    policy_version: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+    busy_s: float = 0.0
+    rounds: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of one request; finish is set on its last chunk."""
 
@@ -108,6 +122,7 @@ class Chunk:
     time_to_first_token_s: float = 0.0
     matched_stop: str = ""
     draw_spans: tuple[DrawSpan, ...] = ()  # indices as in version_spans
+    stages: tuple[StageTime, ...] = ()  # on the last chunk
 
 
 @dataclass(frozen=True, slots=True)

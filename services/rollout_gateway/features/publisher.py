@@ -25,7 +25,7 @@ from paceline.streams import (
     encode_features,
     run_key,
 )
-from paceline.telemetry import extract, get_logger, inject, span
+from paceline.telemetry import extract, get_logger, inject, names, span
 from paceline.tensors import NamedTensor
 from rollout_gateway import metrics
 from rollout_gateway.background import background, cancel
@@ -195,11 +195,14 @@ class FeaturePublisher:
         try:
             parent = extract({"traceparent": batch.traceparent})
             with span(
-                "features.publish",
+                names.FEATURES_PUBLISH,
+                {
+                    names.MESSAGING_SYSTEM: "redis",
+                    names.ROWS: batch.rows,
+                    names.SESSION_ID: batch.session_id,
+                },
                 kind="producer",
                 parent=parent,
-                rows=batch.rows,
-                session=batch.session_id,
             ):
                 fields, payload = encode_features(batch)
                 await self._stream(batch.run_id).append({**fields, **inject()}, payload)

@@ -14,7 +14,7 @@ import httpx
 from paceline.client.flows import retry_after_s
 from paceline.client.settings import Backoff
 from paceline.errors import ConfigError, Unavailable
-from paceline.telemetry import inject, span
+from paceline.telemetry import inject, names, span
 from rollout_gateway.config import RemoteRewardConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.breaker import CircuitBreaker
@@ -59,8 +59,9 @@ class RemoteReward:
     async def score(self, episode: Episode) -> float | None:
         """What the server answers. Raises Unavailable."""
         body = json.dumps(episode_to(episode)).encode("ascii")
+        about = {names.TASK: episode.task.task_id}
         async with self._parallel:
-            with span("reward.remote", kind="client", task=episode.task.task_id):
+            with span(names.REWARD_REMOTE, about, kind="client"):
                 key = hashlib.sha256(body).hexdigest()[:32]
                 return await self._ask(body, {"idempotency-key": key, **inject()})
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.messages import stats_to_proto
-from paceline.telemetry import span
+from paceline.telemetry import Attributes, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -123,12 +123,18 @@ class SampleRuns:
         task = job.task
         asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
         about = _assignment(job, self._gateway.captures)
-        with span("rollout.session", session=job.session_id, task=task.task_id, step=about.step):
+        labels: Attributes = {
+            names.SESSION_ID: job.session_id,
+            names.TASK: task.task_id,
+            names.RL_STEP: about.step,
+        }
+        with span(names.SESSION, labels):
             if job.request.environment == EXTERNAL:
                 session, episode = await self._led_by_agent(job, asked, about)
             else:
                 session = Session(job.session_id, about, self._gateway.config.sessions)
                 episode = await self._led_here(job, asked, session)
+            session.trace.link()
             await self._score(job, session, episode)
         return sample_finished(session, job.worker_index, job.request.reward, episode.finish)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.tasks import MAX_SAMPLES
-from paceline.telemetry import span
+from paceline.telemetry import names, span
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.worker import wire
@@ -74,9 +74,11 @@ class TaskRuns:
         started = asyncio.get_running_loop().time()
         metrics = self._gateway.router.metrics
         split = metrics.split
-        with span(
-            "rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task
-        ) as current:
+        about = {
+            names.TASKS: len(request.tasks),
+            names.SAMPLES_PER_TASK: request.samples_per_task,
+        }
+        with span(names.RUN_TASKS, about) as current:
             jobs = self._jobs(request)
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]

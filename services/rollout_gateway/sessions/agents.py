@@ -193,7 +193,12 @@ class Agents:
             return
         self._unsent[session.session_id] = self._unsent.get(session.session_id, 0) + len(notes)
         for trajectory, reason in notes:
-            self._outbox.put(trajectory, reason, sent=lambda: self._sent(session.session_id))
+            self._outbox.put(
+                trajectory,
+                reason,
+                sent=lambda: self._sent(session.session_id),
+                session=session.trace.traceparent,
+            )
 
     def _sent(self, session_id: str) -> None:
         """Redis has one more sample of a session; with the last one its record has done its

@@ -19,7 +19,7 @@ import redis.asyncio
 
 from paceline.errors import PacelineError, ResourceExhausted
 from paceline.streams import Ledger, encode_trajectory
-from paceline.telemetry import extract, get_logger, inject, span
+from paceline.telemetry import extract, get_logger, inject, names, span
 from paceline.trajectory import Trajectory
 from rollout_gateway.background import background, cancel
 
@@ -36,6 +36,7 @@ class _Parcel:
     fields: dict[str, str]
     payload: bytes = field(repr=False)
     sent: Callable[[], None] | None = field(repr=False)  # called when Redis has it
+    session: str  # traceparent of its session's span; empty without one
 
 
 class Outbox:
@@ -86,18 +87,23 @@ class Outbox:
         await cancel(self._task)
 
     def put(
-        self, trajectory: Trajectory, unpublished: str = "", sent: Callable[[], None] | None = None
+        self,
+        trajectory: Trajectory,
+        unpublished: str = "",
+        sent: Callable[[], None] | None = None,
+        session: str = "",
     ) -> None:
         """Queue a finished branch; `unpublished` says why it only gets a note in the ledger.
 
-        `sent` is called when Redis has it; at once where nothing is kept.
+        `sent` is called when Redis has it; at once where nothing is kept. `session` is the
+        traceparent of what the append links.
         """
         if self._client is None:
             if sent is not None:
                 sent()
             return
         fields, payload = encode_trajectory(trajectory)
-        self._parcels.append(_Parcel(trajectory, unpublished, fields, payload, sent))
+        self._parcels.append(_Parcel(trajectory, unpublished, fields, payload, sent, session))
         self._unsent_bytes += len(payload)
         self._empty.clear()
         self._wake.set()
@@ -131,10 +137,11 @@ class Outbox:
         try:
             ledger = self._ledger(trajectory.key.run_id)
             with span(
-                "trajectory.append",
+                names.TRAJECTORY_APPEND,
+                {names.MESSAGING_SYSTEM: "redis", names.BRANCH: str(trajectory.key)},
                 kind="producer",
                 parent=extract(parcel.fields),
-                branch=str(trajectory.key),
+                links=[parcel.session],
             ):
                 if parcel.unpublished:
                     await ledger.record_unpublished(trajectory, parcel.unpublished)

@@ -20,6 +20,7 @@ from paceline.streams import api_key_hash
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Session, ended_error
+from rollout_gateway.sessions.traces import SessionTrace
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.sessions.view import session_json
 
@@ -87,12 +88,14 @@ class Sessions:
             )
 
         key = "" if assignment.implicit else KEY_PREFIX + secrets.token_hex(24)
+        session_id = session_id or uuid.uuid4().hex
         session = Session(
-            session_id or uuid.uuid4().hex,
+            session_id,
             assignment,
             self._config,
             api_key=key,
             now_s=self._clock(),
+            trace=SessionTrace.begun(session_id, assignment) if key else None,
         )
         self._supersede(session.session_id)
         self._open[session.session_id] = session

@@ -18,6 +18,7 @@ from rollout_gateway.config import SessionsConfig
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.samples import check_trainable, samples
+from rollout_gateway.sessions.traces import SessionTrace
 from rollout_gateway.sessions.tree import MessageTree, Turn
 
 
@@ -44,10 +45,12 @@ class Session:
         *,
         api_key: str = "",
         now_s: float = 0.0,
+        trace: SessionTrace | None = None,
     ) -> None:
         self.session_id = session_id
         self.assignment = assignment
         self.api_key = api_key
+        self.trace = trace or SessionTrace()
         self.state = SessionState.OPEN
         self.fail_reason: FailReason | None = None
         self.tree = MessageTree()
@@ -178,6 +181,7 @@ class Session:
             self.state = SessionState.ABORTED
         else:
             self.state = SessionState.FINAL if self.scored else SessionState.UNSCORED
+        self.trace.end(self.outcome, len(self.tree.turns), self.reward)
         self.ended.set()
         return True
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable, WeightsError
-from paceline.telemetry import get_logger, span
+from paceline.telemetry import get_logger, names, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -88,8 +88,9 @@ class Canary:
             return None
         failures: list[PacelineError] = []
         for process in self._order(processes):
+            about = {names.WORKER: process.index, names.SET_SEQ: versions.seq}
             try:
-                with span("weights.canary", worker=process.index, seq=versions.seq):
+                with span(names.WEIGHTS_CANARY, about):
                     failed = await self._judge(process, served, versions, commit)
             except PacelineError as error:
                 log.warning("no verdict of a canary", worker=process.index, error=str(error))

@@ -19,7 +19,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.rpc import EpochGuard, Track
-from paceline.telemetry import get_logger, span
+from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import write_whole
@@ -250,11 +250,12 @@ class Lending:
             self.epoch = context.epoch
             self._note({*self._loans.lent, *wanted}, outlasts_s)
             self._lent_for(outlasts_s)
-            with span("workers.release", workers=wanted, epoch=context.epoch) as current:
+            about: Attributes = {names.WORKERS: wanted, names.EPOCH: context.epoch}
+            with span(names.WORKERS_RELEASE, about) as current:
                 freed = await asyncio.gather(
                     *(self._loans.lend(index, drain_s) for index in wanted)
                 )
-                current.set_attribute("released_bytes", sum(freed))
+                current.set_attribute(names.RELEASED_BYTES, sum(freed))
         return dict(zip(wanted, freed, strict=True))
 
     async def resume(self, context: CommandContext) -> list[int]:
@@ -264,9 +265,9 @@ class Lending:
         async with self._turn:
             self._guard.check(context, Track.SLOTS)
             self.epoch = context.epoch
-            with span("workers.resume", epoch=context.epoch) as current:
+            with span(names.WORKERS_RESUME, {names.EPOCH: context.epoch}) as current:
                 back = await self._loans.take_back()
-                current.set_attribute("workers", back)
+                current.set_attribute(names.WORKERS, back)
             self._all_back()
         return back
 

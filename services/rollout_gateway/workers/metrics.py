@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 
 from paceline.arm_names import speculator_of
 from paceline.messages import stats_from_proto
-from paceline.telemetry import get_logger
+from paceline.telemetry import get_logger, names
 from paceline.telemetry.metrics import Labels
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
@@ -210,15 +210,15 @@ def describe(span: Span, generation: Generation) -> None:
     """How a request that has ended went, on its span."""
     whole = generation.whole
     stats = stats_from_proto(whole.speculation)
-    span.set_attribute("response_tokens", len(whole.token_ids))
-    span.set_attribute("cached_prompt_tokens", whole.cached_prompt_tokens)
-    span.set_attribute("target_steps", stats.target_steps)
+    span.set_attribute(names.GEN_AI_OUTPUT_TOKENS, len(whole.token_ids))
+    span.set_attribute(names.GEN_AI_CACHED_TOKENS, whole.cached_prompt_tokens)
+    span.set_attribute(names.TARGET_STEPS, stats.target_steps)
     if whole.token_ids:
-        span.set_attribute("time_to_first_token_s", whole.time_to_first_token_s)
+        span.set_attribute(names.GEN_AI_FIRST_CHUNK_S, whole.time_to_first_token_s)
     if generation.time_per_output_token_s is not None:
-        span.set_attribute("time_per_output_token_s", generation.time_per_output_token_s)
+        span.set_attribute(names.TIME_PER_OUTPUT_TOKEN_S, generation.time_per_output_token_s)
     if stats.drafted_rounds:
-        span.set_attribute("accept_length", stats.accept_length)
+        span.set_attribute(names.ACCEPT_LENGTH, stats.accept_length)
 
 
 def describe_rounds(span: Span, finished: rpb.TasksFinished, split: RoundSplit) -> None:
@@ -231,10 +231,10 @@ def describe_rounds(span: Span, finished: rpb.TasksFinished, split: RoundSplit) 
     for one in finished.arms:
         rounds[one.arm] = rounds.get(one.arm, 0) + one.pulls
     for arm, count in sorted(rounds.items()):
-        span.set_attribute(f"arm_rounds.{arm}", count)
-    span.set_attribute("regret", finished.regret)
+        span.set_attribute(names.arm_rounds(arm), count)
+    span.set_attribute(names.REGRET, finished.regret)
     if split.rounds:
-        span.set_attribute("rounds", split.rounds)
-        span.set_attribute("verified_tokens", split.nodes)
+        span.set_attribute(names.ROUNDS, split.rounds)
+        span.set_attribute(names.VERIFIED_TOKENS, split.nodes)
         for stage in STAGES:
-            span.set_attribute(f"round_time.{stage}_s", getattr(split, f"{stage}_s"))
+            span.set_attribute(names.round_time_s(stage), getattr(split, f"{stage}_s"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.rpc.progress import Activity
-from paceline.telemetry.trace import past_span
+from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.process import WorkerProcess
@@ -114,7 +114,7 @@ class Seat:
         if not self.live and self.idle_since_s is None:
             self.idle_since_s = time.monotonic()
             self.activity.begins("")
-            past_span("engine.busy", self._busy_since_ns, worker=self.index)
+            past_span(names.ENGINE_BUSY, {names.WORKER: self.index}, self._busy_since_ns)
             self._tell()
 
     def _tell(self) -> None:

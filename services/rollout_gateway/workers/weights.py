@@ -11,7 +11,7 @@ from typing import NoReturn
 from paceline.errors import DataLoss, PacelineError, Unavailable, WeightsError
 from paceline.local.news import tell_supervisor
 from paceline.messages import versions_from_proto, versions_to_proto
-from paceline.telemetry import get_logger, span
+from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
@@ -88,7 +88,11 @@ class WorkerWeights:
                 target=pb.WeightTarget.Name(target), version=version, path=str(path)
             )
         )
-        with span("weights.prepare", target=target, version=version):
+        about: Attributes = {
+            names.TARGET: pb.WeightTarget.Name(target),
+            names.WEIGHTS_VERSION: version,
+        }
+        with span(names.WEIGHTS_PREPARE, about):
             async with self._swap:
                 processes = self._router.processes()
                 answers = await self._router.ask_all(command, processes)
@@ -107,9 +111,12 @@ class WorkerWeights:
         Raises WeightsError when the canary refuses the set, and what the workers say when none
         could serve it; then nothing has changed.
         """
-        with span(
-            "weights.commit", seq=versions.seq, policy=versions.policy, drafter=versions.drafter
-        ):
+        about = {
+            names.SET_SEQ: versions.seq,
+            names.POLICY_VERSION: versions.policy,
+            names.DRAFTER_VERSION: versions.drafter,
+        }
+        with span(names.WEIGHTS_COMMIT, about):
             async with self._swap:
                 first = await self._canary.first(
                     [one for one in self._router.processes() if one.index not in leased],

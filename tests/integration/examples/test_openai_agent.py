@@ -36,7 +36,7 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
     ports, log = free_ports(8), tmp_path / "up.log"
     url = f"http://127.0.0.1:{ports[2]}"
     words = [
-        *_own_places(tmp_path, ports),
+        *own_places(tmp_path, ports),
         f"coordinator.steps={steps}",
         f"coordinator.prompts_per_step={tasks}",
         f"coordinator.samples_per_task={samples}",
@@ -53,7 +53,7 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
     assert done.stdout.rstrip().endswith(" 0 failed")
 
 
-def _own_places(tmp_path: Path, ports: list[int]) -> list[str]:
+def own_places(tmp_path: Path, ports: list[int]) -> list[str]:
     """A run of its own: folder, ports, Redis servers."""
     names = ["coordinator", "gateway", "http", "policy_trainer", "drafter_trainer"]
     words = [

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.local.patience import patient
+from paceline.telemetry import names
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -159,15 +160,15 @@ async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(
     asked = [span["attributes"] for span in spans if span["name"] == "engine.request"]
     assert len(asked) == 9
     for one in asked:
-        assert one["cached_prompt_tokens"] == 0
-        assert one["time_to_first_token_s"] > 0
-        assert one["time_per_output_token_s"] >= 0
+        assert one[names.GEN_AI_CACHED_TOKENS] == 0
+        assert one[names.GEN_AI_FIRST_CHUNK_S] > 0
+        assert one[names.TIME_PER_OUTPUT_TOKEN_S] >= 0
     first, second = [span["attributes"] for span in spans if span["name"] == "rollout.run_tasks"]
     finished = [each[-1].finished for each in (news, again)]
-    assert [first["regret"], second["regret"]] == [one.regret for one in finished]
+    assert [first[names.REGRET], second[names.REGRET]] == [one.regret for one in finished]
     for run, steps in ((first, asked), (second, asked[5:])):
-        assert run["rounds"] <= sum(one["target_steps"] for one in steps)
-        assert run["round_time.forward_s"] > 0
+        assert run[names.ROUNDS] <= sum(one[names.TARGET_STEPS] for one in steps)
+        assert run[names.round_time_s("forward")] > 0
     # Arms are counted since the engines began, the split since the look before.
-    whole = sum(count for name, count in second.items() if name.startswith("arm_rounds."))
-    assert first["rounds"] + second["rounds"] == whole
+    whole = sum(count for name, count in second.items() if name.startswith(names.arm_rounds("")))
+    assert first[names.ROUNDS] + second[names.ROUNDS] == whole

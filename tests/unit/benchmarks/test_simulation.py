@@ -23,6 +23,7 @@ from coordinator.machine.step import step
 from paceline.errors import InternalError
 from paceline.report.spans import SpanRecord
 from paceline.streams.journal_line import SlotUse
+from paceline.telemetry import names
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def test_recorded_groups_come_in_the_order_of_the_run_and_then_again() -> None:
 def test_the_recorder_takes_the_groups_that_train_and_leaves_evaluations_out() -> None:
     spans: list[SpanRecord] = []
 
-    def span(name: str, parent: str = "", **attributes: object) -> str:
+    def span(name: str, attributes: dict[str, object], parent: str = "") -> str:
         number = str(len(spans))
         at_ns = len(spans)
         spans.append(
@@ -228,10 +229,12 @@ def test_the_recorder_takes_the_groups_that_train_and_leaves_evaluations_out() -
         return number
 
     for samples in (1, 2):
-        rollout = span("rollout.run_tasks", samples=samples)
+        rollout = span(names.RUN_TASKS, {names.SAMPLES_PER_TASK: samples})
         for sample in range(samples):
-            session = span("rollout.session", rollout, task="a", session=f"0-a-{sample}")
-            span("engine.request", session, response_tokens=10 * samples + sample)
+            about = {names.TASK: "a", names.SESSION_ID: f"0-a-{sample}"}
+            session = span(names.SESSION, about, rollout)
+            tokens = {names.GEN_AI_OUTPUT_TOKENS: 10 * samples + sample}
+            span(names.ENGINE_REQUEST, tokens, session)
     assert groups_of(spans) == [[20, 21]]
 
 

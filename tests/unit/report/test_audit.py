@@ -8,6 +8,7 @@ import pytest
 
 from paceline.report.audit import trespasses
 from paceline.report.spans import SpanRecord
+from paceline.telemetry import names
 
 
 def entry(at_s: float, event: str, data: dict[str, Any], *slots: tuple[int, str, int]) -> Any:
@@ -35,7 +36,9 @@ JOURNAL = [
 
 def work(name: str, start_s: float, end_s: float, **attributes: Any) -> SpanRecord:
     times = (int(start_s * 1e9), int(end_s * 1e9))
-    return SpanRecord("t", "s", "", name, "internal", "x", *times, attributes=attributes)
+    known = {"worker": names.WORKER, "epoch": names.EPOCH, "slots": names.SLOTS}
+    named = {known[key]: value for key, value in attributes.items()}
+    return SpanRecord("t", "s", "", name, "internal", "x", *times, attributes=named)
 
 
 RIGHT = [

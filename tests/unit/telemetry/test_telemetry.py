@@ -37,7 +37,7 @@ def test_a_span_becomes_one_line_with_its_parent_links_and_attributes(tmp_path: 
     with telemetry.span("elsewhere"):
         link = telemetry.inject()["traceparent"]
     with (
-        telemetry.span("step", kind="server", step=3, names=("a", "b")),
+        telemetry.span("step", {"step": 3, "names": ("a", "b")}, kind="server"),
         telemetry.span("inner", links=[link, "bad"]),
     ):
         pass
@@ -155,7 +155,8 @@ def test_a_span_file_is_continued_and_never_overwritten(tmp_path: Path) -> None:
 
 def test_attributes_that_json_lacks_become_text(tmp_path: Path) -> None:
     start(tmp_path)
-    with telemetry.span("odd", value=float("nan"), many=(1.0, float("inf")), text="\ud800"):
+    odd = {"value": float("nan"), "many": (1.0, float("inf")), "text": "\ud800"}
+    with telemetry.span("odd", odd):
         pass
     assert written(tmp_path)["odd"]["attributes"] == {
         "value": "nan",

@@ -9,7 +9,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.telemetry import extract, span
+from paceline.telemetry import extract, names, span
 from rollout_gateway import metrics
 
 
@@ -37,19 +37,18 @@ class Observed:
         }
         metrics.HTTP_OPEN.record(1)
         try:
-            with span(
-                "http.request", kind="server", parent=extract(carrier), method=scope["method"]
-            ) as current:
+            about = {names.HTTP_METHOD: scope["method"]}
+            with span(names.HTTP_REQUEST, about, kind="server", parent=extract(carrier)) as current:
                 try:
                     await self._app(scope, receive, watched)
                 finally:
-                    current.set_attribute("http.route", _route(scope))
-                    current.set_attribute("http.response.status_code", status)
+                    current.set_attribute(names.HTTP_ROUTE, _route(scope))
+                    current.set_attribute(names.HTTP_STATUS, status)
         finally:
             metrics.HTTP_OPEN.record(-1)
-            about = {"route": _route(scope), "status": str(status)}
-            metrics.HTTP_REQUESTS.record(**about)
-            metrics.HTTP_DURATION.record(time.perf_counter() - started, **about)
+            labels = {"route": _route(scope), "status": str(status)}
+            metrics.HTTP_REQUESTS.record(**labels)
+            metrics.HTTP_DURATION.record(time.perf_counter() - started, **labels)
 
 
 def _route(scope: Scope) -> str:

@@ -95,12 +95,15 @@ class EmbeddedEngine:
         """One round; see Engine.step."""
         self._busy.start()
         for slot in self._scheduler.admit():
+            self._scheduler.running[slot].stages.admitted()
             self._store.start(slot, self._scheduler.running[slot].request.known)
         self._stopwatch.start()
         self._prefill.run()
         self._stopwatch.lap("prefill")
         ready = self._scheduler.ready()
         rows = [self._scheduler.running[slot] for slot in ready]
+        for sequence in rows:
+            sequence.stages.cached()
         self._grammars.advance(rows)
         slots = [slot for slot in ready if self._scheduler.running[slot].finish is None]
         if slots:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
 from rollout_gateway.engines.nouns import Chunk, Finish, Request
+from rollout_gateway.engines.requests.stages import Stages
 
 BYTES_PER_CHARACTER = 4
 WINDOW_SLACK = 8
@@ -49,6 +50,7 @@ class RunningSequence:
     token_limit: int  # response tokens at most
     stop_text: StopText | None = None
     enqueued_s: float = field(default_factory=time.perf_counter)
+    stages: Stages = field(default_factory=Stages)
     length: int = 0  # known tokens: prompt and response
     # tokens whose keys, values and state are in the slot; decoding needs length - 1
     cached: int = 0
@@ -81,9 +83,18 @@ class RunningSequence:
         return self.length - 1 - self.cached
 
     def take(
-        self, tokens: list[int], logprobs: list[float], gaps: list[float], origin: DrawnBy
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        gaps: list[float],
+        origin: DrawnBy,
+        *,
+        begins: bool = True,
     ) -> int:
-        """Append a round's tokens up to the first end condition; returns how many were taken."""
+        """Append a round's tokens up to the first end condition; returns how many were taken.
+
+        begins: they are the first ones of their round.
+        """
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
         taken = 0
@@ -98,6 +109,7 @@ class RunningSequence:
         self.cached = self.length - 1
         if not self.origins or self.origins[-1][1] != origin:
             self.origins.append((len(self.tokens) - taken, origin))
+        self.stages.round(origin.arm, origin.policy_version, taken, begins=begins)
         return taken
 
     def _ended(self, token: int) -> bool:
@@ -158,6 +170,7 @@ class RunningSequence:
             top_logprobs=tuple(self.alternatives[told:]),
             time_to_first_token_s=self.first_token_s,
             matched_stop=self.matched_stop,
+            stages=self.stages.times(len(self.request.known) - self.copied) if ended else (),
         )
 
     def _drawn(self, told: int) -> list[tuple[tuple[int, int], DrawnBy]]:

@@ -171,6 +171,7 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         message.smallest_gap = chunk.smallest_gap
         message.time_to_first_token_s = chunk.time_to_first_token_s
         message.matched_stop = chunk.matched_stop
+        message.stages.extend(to_message(one, pb.StageTime) for one in chunk.stages)
 
     return message
 

@@ -151,6 +151,9 @@ class ScriptedEngine:
         self._running += self._waiting[:room]
         del self._waiting[:room]
         batch = list(self._running)
+        for run in batch:
+            run.sequence.stages.admitted()
+            run.sequence.stages.cached()
         if any(self._spec.fault_token in run.request.prompt for run in batch):
             raise RuntimeError("the script asks for a fault")
         rows = [run.sequence for run in batch]

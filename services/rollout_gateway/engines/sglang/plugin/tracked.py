@@ -82,7 +82,8 @@ class Tracked:
         are not strict: a near-tie may have fallen otherwise there, and they tell nobody.
         """
         sequence, before = self.sequence, len(self.request.response)
-        for index in range(len(sequence.tokens), before + len(output_ids)):
+        first = len(sequence.tokens)
+        for index in range(first, before + len(output_ids)):
             drawn, token = self.draws.pop(index, None), output_ids[index - before]
             if not strict:
                 drawn = Drawn(token, 0.0, 0.0, DrawnBy(0, OFF, ""))
@@ -95,7 +96,9 @@ class Tracked:
             assert drawn is not None
             if self.request.sampling.top_logprobs:
                 sequence.alternatives.append(drawn.alternatives)
-            sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.origin)
+            sequence.take(
+                [drawn.token], [drawn.logprob], [drawn.gap], drawn.origin, begins=index == first
+            )
             if sequence.finish is not None:
                 break
 

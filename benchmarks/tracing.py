@@ -1,0 +1,189 @@
+"""Measures what tracing costs: gateways with the embedded engine and two workers of a thread each,
+which answer the same requests in turns.
+
+Traced: every span goes to a file, as in a run. Off: the same with OTEL_TRACES_SAMPLER=always_off.
+None: OTEL_SDK_DISABLED=true, so that metrics are off too. CPU time is that of the gateway and its
+workers; what runs beside them on the machine changes it less than the seconds on the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.demo_runs import demo_folder
+from benchmarks.gateway.fronts import Front, gateway_with
+from benchmarks.gateway.load import median
+from benchmarks.options import above_zero
+from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, say
+from paceline.errors import InternalError
+from paceline.report.spans import read_spans
+
+TRACED, OFF, NONE = "traced", "off", "none"
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    TRACED: {},
+    OFF: {"OTEL_TRACES_SAMPLER": "always_off"},
+    NONE: {"OTEL_SDK_DISABLED": "true"},
+}
+GOAL = 1.01
+"""Cost with tracing over cost without."""
+WORKERS = 2
+REQUEST_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLoad:
+    """One turn of one gateway."""
+
+    requests: int
+    streams: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedTurn:
+    """What a turn took, and what was said."""
+
+    cpu_s: float
+    wall_s: float
+    said: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    option = parser.add_argument
+    option("--pairs", type=above_zero(int), default=12, help="turns of each gateway")
+    option("--requests", type=above_zero(int), default=128, help="of a turn")
+    option("--streams", type=above_zero(int), default=32, help="requests at once")
+    option("--tokens", type=above_zero(int), default=128, help="of a response")
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """Start the gateways, let them take turns, stop them. Raises InternalError where one says
+    something else than the others, NotFound outside a clone.
+    """
+    load = TracedLoad(options.requests, options.streams, options.tokens)
+    turns: dict[str, list[TracedTurn]] = {name: [] for name in ENVIRONMENTS}
+    with TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = Path(name)
+        async with AsyncExitStack() as stack:
+            fronts = {
+                name: await stack.enter_async_context(
+                    gateway_with(
+                        folder, name, _settings(folder / name, load), (), environment=environment
+                    )
+                )
+                for name, environment in ENVIRONMENTS.items()
+            }
+            orders = itertools.cycle(itertools.permutations(fronts))
+            for pair in range(options.pairs + 1):
+                say(f"turn {pair} of {options.pairs}" if pair else "warming up")
+                found = {one: await _turn(fronts[one], load, pair) for one in next(orders)}
+                _check_equal(found)
+                for one, turn in found.items() if pair else ():
+                    turns[one].append(turn)
+        spans = sum(1 for _ in read_spans(folder / TRACED / "spans"))
+    return _result(turns, load, spans / (load.requests * (options.pairs + 1)))
+
+
+def _settings(run_dir: Path, load: TracedLoad) -> dict[str, Any]:
+    traced = run_dir.name == TRACED
+    return {
+        "model": str(demo_folder() / "policy_trained"),
+        "engine.kind": "embedded",
+        "engine.workers": WORKERS,
+        "engine.threads": 1,
+        "engine.max_batch": max(1, load.streams // WORKERS),
+        "drafter": "off",
+        "run.dir": str(run_dir),
+        "telemetry.spans_dir": str(run_dir / "spans") if traced else "",
+    }
+
+
+async def _turn(front: Front, load: TracedLoad, pair: int) -> TracedTurn:
+    numbers, said = iter(range(load.requests)), dict[int, str]()
+
+    async def some(client: httpx.AsyncClient) -> None:
+        for number in numbers:
+            said[number] = await _one(client, load, pair * load.requests + number)
+
+    async with httpx.AsyncClient(base_url=front.url, timeout=REQUEST_DEADLINE_S) as client:
+        cpu_s, began = _cpu_s(front.pid), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(load.streams):
+                group.create_task(some(client))
+        wall_s = time.perf_counter() - began
+    texts = tuple(said[number] for number in range(load.requests))
+    return TracedTurn(_cpu_s(front.pid) - cpu_s, wall_s, texts)
+
+
+async def _one(client: httpx.AsyncClient, load: TracedLoad, seed: int) -> str:
+    """One completion below a span of the caller's. Raises InternalError for a refusal."""
+    body = {
+        "prompt": f"{seed:04}:36=",
+        "max_tokens": load.tokens,
+        "seed": seed,
+        "ignore_eos": True,
+    }
+    trace = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+    answer = await client.post("/v1/completions", json=body, headers={"traceparent": trace})
+    if answer.status_code != httpx.codes.OK:
+        raise InternalError("a request was refused", seen=answer.text[:300])
+    return str(answer.json()["choices"][0]["text"])
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds so far of a process and those below it, its engine workers."""
+    process = psutil.Process(pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
+
+
+def _check_equal(found: Mapping[str, TracedTurn]) -> None:
+    if len({turn.said for turn in found.values()}) != 1:
+        raise InternalError("gateways that differ in tracing alone have said different things")
+
+
+def _result(
+    turns: Mapping[str, Sequence[TracedTurn]], load: TracedLoad, spans: float
+) -> BenchResult:
+    rows: list[Row] = [
+        {
+            "gateway": name,
+            "CPU s a turn": median(turn.cpu_s for turn in each),
+            "s a turn": median(turn.wall_s for turn in each),
+            "spans a request": spans if name == TRACED else 0.0,
+        }
+        for name, each in turns.items()
+    ]
+    goals = []
+    for name in (OFF, NONE):
+        cpu = paired_ratio(*([turn.cpu_s for turn in turns[one]] for one in (TRACED, name)))
+        wall = paired_ratio(*([turn.wall_s for turn in turns[one]] for one in (TRACED, name)))
+        rows.append(
+            {"gateway": f"{TRACED} / {name}", "CPU s a turn": cpu.value, "s a turn": wall.value}
+        )
+        goals.append(cost_goal(f"CPU time, {TRACED} over {name}", cpu))
+    title = (
+        f"cost of tracing, embedded engine, {load.requests} requests a turn, {load.streams} at "
+        f"once, {load.tokens} tokens each"
+    )
+    return BenchResult(title, rows, goals)
+
+
+def cost_goal(name: str, ratio: Ratio) -> Goal:
+    """At most `GOAL`, both with their signs turned; open while the interval holds it."""
+    met = True if ratio.high <= GOAL else False if ratio.low > GOAL else None
+    return Goal(f"minus {name} {ratio}", -GOAL, -ratio.value, met)

@@ -1,0 +1,106 @@
+"""Prints why a step or a trace of a run took as long as it did: `paceline why`."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.cli.access import run_directory
+from paceline.cli.run_files import files_of
+from paceline.config import ServiceConfig, load_config
+from paceline.report.critical_path import PathPiece
+from paceline.report.why import Explanation, PathShare, about, explain
+
+LEAST_SHARE = 0.005
+"""Of the trace: parts and pieces below it are summed up."""
+LONGEST_PIECES = 24
+
+
+def show_why(run: str, which: str, console: Console, *, as_json: bool) -> None:
+    """Where the time went, as tables or as one JSON object.
+
+    Raises NotFound for a run, step or trace that is not there, InvalidInput for what names none.
+    """
+    config = load_config(ServiceConfig, "local", [run_directory(run) / "config.toml"])
+    found = explain(files_of(config).spans, which)
+    if as_json:
+        console.print_json(json.dumps(found.as_json()))
+        return
+    console.print(f"[bold]{escape(found.culprit)}[/]", highlight=False)
+    console.print()
+    console.print(_shares(found))
+    console.print(_path(found))
+
+
+def _shares(found: Explanation) -> Table:
+    """A row for each edge, below it one for each kind of span in it."""
+    beside = f"median of {found.peers}" if found.peers else "median"
+    table = Table(
+        title=f"critical path of {found.title}, {found.seconds:.2f} s: share by edge",
+        title_justify="left",
+    )
+    table.add_column("edge, and what in it")
+    for name in ("s", "share", beside, "more"):
+        table.add_column(name, justify="right")
+    parts = {
+        edge: list(each)
+        for edge, each in groupby(
+            sorted(found.parts, key=lambda one: (one.edge, -one.seconds)), lambda one: one.edge
+        )
+    }
+    large = [edge for edge in found.edges if edge.share >= LEAST_SHARE]
+    for edge in large:
+        table.add_row(*_cells(edge, f"[bold]{escape(edge.edge)}[/]"))
+        for part in parts[edge.edge]:
+            if part.share >= LEAST_SHARE:
+                table.add_row(*_cells(part, f"  {escape(part.name)}"))
+    if rest := len(found.edges) - len(large):
+        table.add_row(f"[dim]{rest} more edges below {LEAST_SHARE:.1%} each[/]")
+    whole = PathShare("", "", found.seconds, 1.0, found.median_s)
+    table.add_section()
+    table.add_row(*_cells(whole, "whole"))
+    return table
+
+
+def _cells(one: PathShare, label: str) -> list[str]:
+    cells = [label, f"{one.seconds:.3f}", f"{one.share:.1%}"]
+    if one.median_s is None:
+        return [*cells, "", ""]
+    return [*cells, f"{one.median_s:.3f}", f"{one.more_s:+.3f}"]
+
+
+def _path(found: Explanation) -> Table:
+    """The longest pieces in the order of time."""
+    least = LEAST_SHARE * found.seconds
+    shown = sorted(found.path, key=lambda one: -one.seconds)[:LONGEST_PIECES]
+    kept = {id(one) for one in shown if one.seconds >= least}
+    left = [one for one in found.path if id(one) not in kept]
+    table = Table(title="from begin to end", title_justify="left")
+    for name in ("at s", "s"):
+        table.add_column(name, justify="right")
+    for name in ("service", "span", "about"):
+        table.add_column(name)
+    start = found.path[0].start_ns
+    for piece in found.path:
+        if id(piece) in kept:
+            table.add_row(*_piece(piece, start))
+    if left:
+        seconds = sum(one.seconds for one in left)
+        table.add_row("", f"{seconds:.3f}", "", f"[dim]{len(left)} shorter pieces[/]", "")
+    return table
+
+
+def _piece(piece: PathPiece, start_ns: int) -> list[str]:
+    told = ", ".join(f"{key} {value}" for key, value in about(piece).items())
+    at_s = (piece.start_ns - start_ns) / 1e9
+    return [
+        f"{at_s:.3f}",
+        f"{piece.seconds:.3f}",
+        piece.span.service,
+        piece.span.name,
+        escape(told),
+    ]

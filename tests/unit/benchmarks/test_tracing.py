@@ -1,0 +1,55 @@
+"""What the tracing bench concludes, and that it runs with its real gateways."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.result import Ratio, paired_ratio
+from benchmarks.tracing import ENVIRONMENTS, cost_goal
+from paceline.local.patience import patient
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "met"),
+    [
+        (0.99, 1.004, 1.01, True),
+        (0.99, 1.004, 1.0101, None),
+        (1.009, 1.02, 1.03, None),
+        (1.011, 1.02, 1.03, False),
+    ],
+)
+def test_the_goal_is_judged_by_the_whole_interval(
+    low: float, value: float, high: float, met: bool | None
+) -> None:
+    goal = cost_goal("CPU time", Ratio(value, low, high, 12))
+    assert (goal.met, goal.value, goal.goal) == (met, -value, -1.01)
+
+
+def test_an_overhead_of_two_percent_is_seen_through_noise() -> None:
+    noise = [1 + 0.004 * (-1) ** number for number in range(12)]
+    traced = [1.02 * one for one in noise]
+    assert cost_goal("CPU time", paired_ratio(traced, noise[::-1])).met is False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gateways_that_differ_in_tracing_alone_say_the_same_and_one_has_spans(
+    tmp_path: Path,
+) -> None:
+    words = ["--pairs", "1", "--requests", "8", "--streams", "4", "--tokens", "8"]
+    path = tmp_path / "tracing.json"
+    command = [sys.executable, "-m", "benchmarks", "tracing", *words, "--json", str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patient(200), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["gateway"]: row for row in json.loads(path.read_text())["rows"]}
+    assert set(ENVIRONMENTS) < set(rows)
+    assert rows["traced"]["spans a request"] >= 5  # call, request, queue, prefill, decode
+    assert rows["off"]["spans a request"] == 0
+    assert all(row["CPU s a turn"] > 0 for row in rows.values())
