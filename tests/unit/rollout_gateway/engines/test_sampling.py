@@ -38,6 +38,8 @@ PROMISED = {
     "presence_penalty": ([-2.0, 2.0], [-2.5, 2.5, math.nan]),
     "frequency_penalty": ([-2.0, 2.0], [-2.5, 2.5, math.nan]),
     "repetition_penalty": ([0.125, 10.0], [0.05, 10.5, math.nan]),
+    "min_tokens": ([0, 1], [-1, 2**31]),
+    "prompt_logprobs": ([0, 20], [21]),
 }
 
 
@@ -87,7 +89,7 @@ def test_every_door_accepts_and_refuses_the_same(
     door: Callable[[str, float], None], name: str
 ) -> None:
     good, bad = PROMISED[name]
-    if door is over_grpc and name in ("max_tokens", "top_k", "top_logprobs"):
+    if door is over_grpc and name in ("max_tokens", "top_k", "top_logprobs", "min_tokens"):
         bad = [value for value in bad if 0 <= value < 2**31]  # the wire holds no others
     assert [value for value in good if not accepts(door, name, value)] == []
     assert [value for value in bad if accepts(door, name, value)] == []
@@ -112,7 +114,7 @@ def test_a_parameter_that_nobody_declared_harmless_cannot_be_trained() -> None:
     off = Sampling(1, 1)
     assert untrainable(off) == {}
     free = {"seed", "max_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"}
-    free |= {"top_logprobs"}
+    free |= {"top_logprobs", "prompt_logprobs", "include_stop_str_in_output"}
     for field in fields(Sampling):
         if field.name in free:
             continue
