@@ -61,6 +61,8 @@ class Plan:
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
     parser: Callable[[], ChatParser] | None = None  # of a conversation: what parses the answer
+    overridden: tuple[str, ...] = ()  # sampling that the session has changed, "name=value used"
+    cut: bool = False  # of the prompt only the end is read
     prompt_text: str = ""  # of a completion that was asked for as text in a session
     forced_arm: str = ""
     capture: bool = False
@@ -187,7 +189,7 @@ class Call:
 
     def _text(self, chunk: pb.TokenChunk) -> str:
         """What has become certain with a chunk. Stop strings count from min_tokens on."""
-        asked, shown = self.plan.sampling, chunk.token_ids
+        asked, shown = self.plan.sampling, list(chunk.token_ids)
         keep = asked.include_stop_str_in_output
         if self._stopping_token(chunk) is not None and not keep:
             shown = shown[:-1]

@@ -30,7 +30,9 @@ def score_prompt(policy: DecoderWeights, sequence: RunningSequence, hidden: Tens
     states = hidden[: len(tokens)]
     for part, wanted in zip(states.split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True):
         logits = head_logits(policy, part)
-        scores += _scores(logits, wanted.to(logits.device), asked.temperature, asked.prompt_logprobs)
+        scores += _scores(
+            logits, wanted.to(logits.device), asked.temperature, asked.prompt_logprobs
+        )
 
 
 def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[PromptScore]:

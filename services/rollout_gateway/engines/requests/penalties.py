@@ -93,8 +93,8 @@ class Penalties:
         for row, sequence in asking.items():
             _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
             if sequence.request.sampling.confined:
-                said = len(sequence.tokens) + len((ahead or {}).get(row, ()))
-                _forbid_(adjusted[row], sequence, depths[row] + said)
+                told = len(sequence.tokens) + len((ahead or {}).get(row, ()))
+                _forbid_(adjusted[row], sequence, depths[row] + told)
         return adjusted
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
