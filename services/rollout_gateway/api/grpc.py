@@ -219,15 +219,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def _plan(self, request: rpb.GenerateRequest) -> Plan:
         gateway, planner, size = self._gateway, self._gateway.planner, request.ByteSize()
         sessions, longest = gateway.agents.sessions, gateway.router.ready.max_sequence_tokens
-        kept = request.HasField("truncate_prompt_tokens")
-        if kept and not (
-            request.truncate_prompt_tokens > 0 or request.truncate_prompt_tokens == -1
-        ):
-            raise InvalidInput(
-                f"{TRUNCATED} leaves nothing",
-                seen=kept,
-                allowed="-1, or at least 1",
-            )
+        kept = request.truncate_prompt_tokens if request.HasField(TRUNCATED) else None
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,

@@ -17,6 +17,7 @@ CHECKED_FIELDS = (
     "response_format",
     "messages",
     "tool_choice",
+    "truncate_prompt_tokens",
 )
 """Fields of a request that a refusal may begin with."""
 

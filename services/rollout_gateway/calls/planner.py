@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.errors import TrainabilityError
+from paceline.errors import InvalidInput, TrainabilityError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.aside import LargeRequests
@@ -113,6 +113,12 @@ class Planner:
         """The plan with what is read of its prompt; one that lost its beginning extends nothing."""
         if asked.kept is None:
             return plan
+        if asked.kept == 0 or asked.kept < -1:
+            raise InvalidInput(
+                "truncate_prompt_tokens leaves nothing",
+                seen=asked.kept,
+                allowed="-1, or 1 and more",
+            )
         most = asked.kept
         if most < 0:  # behind it fits what is to be said at most
             most = self._longest + 1 - asked.sampling(1).max_tokens

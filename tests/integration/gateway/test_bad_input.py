@@ -228,7 +228,7 @@ async def test_sampling_out_of_range_is_told_by_field(served: Any) -> None:
             await refused(http, path, "logit_bias", {"logit_bias": {"five": 1}})
             await refused(http, path, "stop", {"stop": [""]})
         await refused(http, MESSAGES, "stop_sequences", {"stop_sequences": ["x"] * 17})
-        await refused(http, MESSAGES, "top_k", {"top_k": -1})
+        await refused(http, MESSAGES, "top_k", {"top_k": -2})
         told(COMPLETIONS, await http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "n": 128}))
 
 

@@ -65,9 +65,10 @@ def openai_error(error: PacelineError, path: str = "") -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong. path:
     of the request, whose prompt has a name of its own.
     """
-    field = getattr(error, "field", None) or _checked_field(error.message)
-    if field == "prompt":
-        field = PROMPTS.get(path, field)
+    field = getattr(error, "field", None)
+    if field is None:
+        field = _checked_field(error.message)
+        field = PROMPTS.get(path, field) if field == "prompt" else field
     return {
         "error": {
             "message": str(error),

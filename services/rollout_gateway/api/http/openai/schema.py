@@ -122,10 +122,6 @@ class GenerationBody(SampledBody):
             raise FieldError("stream_options", "needs a stream", seen="stream=false")
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "is not served in a stream", seen="stream=true")
-        if self.truncate_prompt_tokens == 0:
-            raise FieldError(
-                "truncate_prompt_tokens", "leaves nothing", seen=0, allowed="-1, or at least 1"
-            )
 
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
