@@ -81,6 +81,14 @@ class SessionsConfig(Config):
     """Tokens kept for one session, prompts and responses."""
     max_parallel: int = Field(default=32, ge=1)
     """Requests of one session under way at most."""
+    untrainable: Literal["refuse", "override"] = "refuse"
+    """What a session to be trained does with sampling that cannot be trained (top_p below 1, a
+    penalty ...): refuse the request, or draw with the run's own sampling and say so in a header.
+    """
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """The temperature that such a session draws with, outside the tasks of a run, which have
+    theirs.
+    """
     group_deadline_s: float = Field(default=3600, gt=0)
     """Seconds from the first sibling's end until a group closes as it is."""
 
@@ -109,6 +117,19 @@ class CanaryConfig(Config):
     """Drafts a round that have to be accepted, as share of the serving drafter's; 0 accepts any."""
     deadline_s: float = Field(default=30, gt=0)
     """Seconds until the canary has answered."""
+
+
+class ApiConfig(Config):
+    """The HTTP API."""
+
+    model_names: tuple[str, ...] = ()
+    """Further names that requests may ask for; "*" takes any. The model's directory name is always
+    served, every other name is 404.
+    """
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may talk to the API, e.g. "https://console.example"; "*": all, so that
+    any page that a user of this machine has open can generate and end sessions.
+    """
 
 
 class ChatConfig(Config):
@@ -222,6 +243,7 @@ class GatewayConfig(ServiceConfig):
     sessions: SessionsConfig = SessionsConfig()
     queue: QueueConfig = QueueConfig()
     canary: CanaryConfig = CanaryConfig()
+    api: ApiConfig = ApiConfig()
     chat: ChatConfig = ChatConfig()
     environments: dict[str, str] = Field(default={})
     """Environments of your own: the name that requests use, and package.module:Class or

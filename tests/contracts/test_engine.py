@@ -618,6 +618,125 @@ def test_penalties_leave_the_reported_logprobs_those_of_the_model(case: Case) ->
     assert forced.behavior_logprobs[0] < -0.01
 
 
+ALLOWED = (4, 7, 9, 11, 200)
+
+
+def confined(case: Case) -> list[Request]:
+    """Requests that may not end before 12 tokens though they like to, or draw five tokens only."""
+    free = run_all(case, [request(number) for number in range(4)], "off")
+    stops = {number: tuple(sorted(set(tokens))) for number, tokens in free.items()}
+    return [
+        request(0, min_tokens=12, stop_token_ids=stops[0]),
+        request(1, min_tokens=20, stop_token_ids=stops[1], temperature=0.0),
+        request(2, allowed_token_ids=ALLOWED),
+        request(3, allowed_token_ids=ALLOWED, min_tokens=5, stop_token_ids=ALLOWED[1:]),
+    ]
+
+
+def test_confined_draws_hold_with_drafts_in_every_position_and_speculation_changes_none(
+    case: Case,
+) -> None:
+    require_penalties(case)
+    asked = confined(case)
+    expected = run_all(case, [*asked, request(4)], "off")
+    for one in asked:
+        said, stops = expected[one.request_id], set(one.sampling.stop_token_ids)
+        least, allowed = one.sampling.min_tokens, one.sampling.allowed_token_ids
+        assert len(said) >= least
+        assert not set(said[:least]) & stops
+        assert not set(said[least:-1]) & stops
+        assert set(said) <= set(allowed or range(320))
+    assert len(expected[0]) == 13 or expected[0][-1] not in asked[0].sampling.stop_token_ids
+    assert expected[3][:5] == [ALLOWED[0]] * 5
+    for arm in (*case.build(None).info.arms[1:], ""):
+        assert run_all(case, [*asked, request(4)], arm) == expected, arm
+
+
+def test_confined_requests_go_on_as_they_would_have(case: Case) -> None:
+    require_penalties(case)
+    asked = confined(case)
+    expected = run_all(case, asked)
+    engine = case.build(None)
+    for one in asked:
+        kept = tuple(expected[one.request_id][:3])
+        engine.enqueue(replace(one, response=kept))
+    for number, chunks in drain(engine).items():
+        assert tokens_of(chunks) == expected[number][3:]
+
+
+def test_a_stop_string_counts_from_min_tokens_on(case: Case) -> None:
+    require_penalties(case)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    number, free, stop = next(
+        (number, tokens, text)
+        for number in range(20)
+        for tokens in run_all(case, [request(number, max_tokens=12)]).values()
+        if (text := tokenizer.decode(tokens[:1]).strip()) and "\ufffd" not in text
+    )
+    assert run_all(case, [request(number, stop=(stop,))])[number] == free[:1]
+    said = run_all(case, [request(number, max_tokens=12, stop=(stop,), min_tokens=4)])[number]
+    assert said[:4] == free[:4]
+    assert said == free[: len(said)]
+    if len(said) < 12:
+        assert stop in tokenizer.decode(said[2:])
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"min_tokens": 21}, "min_tokens is above max_tokens"),
+        ({"min_tokens": 5, "allowed_token_ids": (4,), "stop_token_ids": (4,)}, "min_tokens"),
+        ({"allowed_token_ids": (320,)}, "allowed_token_ids.*320"),
+        ({"stop_token_ids": (320,)}, "stop_token_ids.*320"),
+        ({"min_tokens": 3, "json_schema": "{}", "ignore_eos": False}, "min_tokens|json_schema"),
+    ],
+)
+def test_confined_draws_that_cannot_work_are_refused_by_name(
+    case: Case, asked: dict[str, Any], named: str
+) -> None:
+    require_penalties(case)
+    engine = case.build(None)
+    with pytest.raises((InvalidInput, MissingCapability), match=named):
+        engine.enqueue(request(0, **asked))
+    assert not engine.has_work
+
+
+def test_a_prompt_is_scored_or_that_is_refused_by_capability_and_setting(case: Case) -> None:
+    engine = case.build(None)
+    asked = replace(request(0, max_tokens=0, prompt_logprobs=2), prompt=tuple(range(3, 40)))
+    if Capability.PROMPT_LOGPROBS not in engine.info.capabilities:
+        with pytest.raises(MissingCapability, match=r"prompt_logprobs; .*engine\.kind"):
+            engine.enqueue(asked)
+        assert not engine.has_work
+        return
+    said = replace(request(1, prompt_logprobs=0, stream=True), prompt=asked.prompt)
+    for one in (asked, said, replace(request(2), prompt=asked.prompt)):
+        engine.enqueue(one)
+    found = drain(engine)
+    (alone,) = found[0]
+    assert (alone.token_ids, alone.finish) == ((), Finish.LENGTH)
+    assert len(alone.prompt_scores) == 36
+    for score in alone.prompt_scores:
+        assert len(score.top) == 2
+        assert (score.rank == 1) == (score.logprob == score.top[0][1])
+        assert score.logprob <= 0 < score.rank
+    assert [len(chunk.prompt_scores) for chunk in found[1]] == [36, *[0] * (len(found[1]) - 1)]
+    assert [score.logprob for score in found[1][0].prompt_scores] == pytest.approx(
+        [score.logprob for score in alone.prompt_scores], abs=1e-4
+    )
+    assert not any(chunk.prompt_scores for chunk in found[2])
+    engine.enqueue(replace(asked, request_id=5))  # what is cached of the prompt is computed anew
+    (again,) = drain(engine)[5]
+    assert again.prompt_scores == alone.prompt_scores
+
+
+def test_nothing_is_generated_only_where_the_prompt_is_scored(case: Case) -> None:
+    with pytest.raises(InvalidInput, match="max_tokens is out of range"):
+        case.build(None).enqueue(request(0, max_tokens=0))
+
+
 @pytest.mark.parametrize("asked", PENALTIES, ids=["repetition", "frequency", "all"])
 def test_penalties_that_an_engine_lacks_are_refused_by_capability_and_setting(
     case: Case, asked: dict[str, Any]

@@ -17,7 +17,7 @@ from paceline.errors import InvalidInput
 class GenerationOptions(TypedDict, total=False):
     """Keyword arguments of `generate`."""
 
-    model: str  # any name; the gateway serves one model
+    model: str  # the served one's name; left out, it is whatever is served
     temperature: float  # 0 to 10; 1.0 unless given
     max_tokens: int
     stop: str | Sequence[str]
@@ -30,6 +30,12 @@ class GenerationOptions(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: Mapping[str, float]  # token id as text -> bias
     ignore_eos: bool  # go on after an end token
+    min_tokens: int  # before them nothing ends the answer
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool  # what ended the answer stays in its text
+    allowed_token_ids: Sequence[int]  # the only ones drawn
+    prompt_logprobs: int  # log-probs of the prompt in `raw`, with so many alternatives each
+    truncate_prompt_tokens: int  # only so many last tokens of the prompt are read; -1: what fits
     extra: Mapping[str, Any]  # further fields of the body, as they are
     deadline_s: float  # seconds for the whole call, retries included
 

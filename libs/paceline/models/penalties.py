@@ -76,6 +76,21 @@ def node_counts(base: Tensor, token_ids: Tensor, parents: Tensor | None = None) 
     return counts
 
 
+def node_depths(token_ids: Tensor, parents: Tensor | None = None) -> Tensor:
+    """Drafts on the path to every node of a chain or tree, int64 [B, Q]; 0 at the root.
+
+    token_ids, parents: as node_counts takes them; where there is no node the number means nothing.
+    """
+    batch, nodes = token_ids.shape
+    depths = torch.arange(nodes, device=token_ids.device).repeat(batch, 1)
+    if parents is None:
+        return depths
+    rows = torch.arange(batch, device=token_ids.device)
+    for node in range(1, nodes):
+        depths[:, node] = depths[rows, parents[:, node].clamp(min=0)] + 1
+    return depths
+
+
 def penalised(
     logits: Tensor, prompt_holds: Tensor, counts: Tensor, params: PenaltyParams
 ) -> Tensor:

@@ -34,20 +34,24 @@ FAIL_REASON_INFRA: FailReason
 FAIL_REASON_DATA: FailReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("session_id", "text", "token_ids", "conversation", "sampling", "forced_arm")
+    __slots__ = ("session_id", "text", "token_ids", "conversation", "sampling", "forced_arm", "truncate_prompt_tokens", "return_prompt_token_ids")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     text: str
     token_ids: TokenIds
     conversation: Conversation
     sampling: _trajectory_pb2.SamplingParams
     forced_arm: str
-    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    return_prompt_token_ids: bool
+    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
 
 class Conversation(_message.Message):
     __slots__ = ("messages_json", "tools_json", "tool_choice")
@@ -66,23 +70,27 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunk", "text", "prompt_tokens", "versions", "completion_id", "message_json")
+    __slots__ = ("chunk", "text", "prompt_tokens", "versions", "completion_id", "message_json", "prompt_token_ids", "overridden")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_JSON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OVERRIDDEN_FIELD_NUMBER: _ClassVar[int]
     chunk: _engine_pb2.TokenChunk
     text: str
     prompt_tokens: int
     versions: _trajectory_pb2.VersionSet
     completion_id: str
     message_json: str
-    def __init__(self, chunk: _Optional[_Union[_engine_pb2.TokenChunk, _Mapping]] = ..., text: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., completion_id: _Optional[str] = ..., message_json: _Optional[str] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    overridden: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunk: _Optional[_Union[_engine_pb2.TokenChunk, _Mapping]] = ..., text: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., completion_id: _Optional[str] = ..., message_json: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., overridden: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("context", "task_id", "group_id", "group_size", "sample_index", "trainable", "turn_discount", "timeout_s", "claim", "wait_s")
+    __slots__ = ("context", "task_id", "group_id", "group_size", "sample_index", "trainable", "turn_discount", "timeout_s", "claim", "wait_s", "override_sampling")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +101,7 @@ class OpenSessionRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    OVERRIDE_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     task_id: str
     group_id: str
@@ -103,7 +112,8 @@ class OpenSessionRequest(_message.Message):
     timeout_s: float
     claim: bool
     wait_s: float
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., sample_index: _Optional[int] = ..., trainable: _Optional[bool] = ..., turn_discount: _Optional[float] = ..., timeout_s: _Optional[float] = ..., claim: _Optional[bool] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    override_sampling: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., sample_index: _Optional[int] = ..., trainable: _Optional[bool] = ..., turn_discount: _Optional[float] = ..., timeout_s: _Optional[float] = ..., claim: _Optional[bool] = ..., wait_s: _Optional[float] = ..., override_sampling: _Optional[bool] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("session_id", "api_key", "task", "group_id")

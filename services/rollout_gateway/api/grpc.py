@@ -29,6 +29,7 @@ from rollout_gateway.sessions.session import Caller, Grant, Session
 from rollout_gateway.sessions.view import tree_json
 from rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 
+TRUNCATED = "truncate_prompt_tokens"
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
 
 
@@ -58,6 +59,9 @@ class RolloutServicer(RolloutServiceServicer):
                 if piece.finish:
                     news.prompt_tokens = len(plan.prompt)
                     news.completion_id = plan.completion_id
+                    news.overridden.extend(plan.overridden)
+                    if request.return_prompt_token_ids:
+                        news.prompt_token_ids.extend(plan.prompt)
                     if (message := call.message) is not None:
                         news.message_json = json.dumps(message.shown(), ensure_ascii=False)
                 yield news
@@ -68,14 +72,20 @@ class RolloutServicer(RolloutServiceServicer):
         gateway, run_id = self._gateway, request.context.run_id
         if run_id:
             self._guard.check(request.context, Track.ROLLOUTS)
-        fields = {field.name: value for field, value in request.ListFields()}
+        fields = {
+            field.name: value for field, value in request.ListFields() if field.name != "context"
+        }
         body = parse(OpenBody, {"trainable": request.trainable, **fields})
         gateway.admit()
         if body.claim:
-            claimed = await gateway.agents.claim(body.wait_s, body.timeout_s)
+            claimed = await gateway.agents.claim(
+                body.wait_s, body.timeout_s, body.override_sampling
+            )
             return rpb.OpenSessionResponse() if claimed is None else _opened(*claimed)
         step = request.context.step
-        about = body.assignment(run_id or gateway.config.run.id, step, open_group=not run_id)
+        about = body.assignment(
+            run_id or gateway.config.run.id, gateway.config.sessions, step, open_group=not run_id
+        )
         return _opened(await gateway.agents.open(about))
 
     async def PostReward(
@@ -209,12 +219,14 @@ class RolloutServicer(RolloutServiceServicer):
     async def _plan(self, request: rpb.GenerateRequest) -> Plan:
         gateway, planner, size = self._gateway, self._gateway.planner, request.ByteSize()
         sessions, longest = gateway.agents.sessions, gateway.router.ready.max_sequence_tokens
+        kept = request.truncate_prompt_tokens if request.HasField(TRUNCATED) else None
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,
             f"gen-{uuid.uuid4().hex}",
             forced_arm=request.forced_arm,
             size=size,
+            kept=kept,
         )
         match request.WhichOneof("prompt"):
             case "text":

@@ -65,6 +65,8 @@ class Plan:
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
     parser: Callable[[], ChatParser] | None = None  # of a conversation: what parses the answer
+    overridden: tuple[str, ...] = ()  # sampling that the session has changed, "name=value used"
+    cut: bool = False  # of the prompt only the end is read
     prompt_text: str = ""  # of a completion that was asked for as text in a session
     forced_arm: str = ""
     capture: bool = False
@@ -110,6 +112,7 @@ class Call:
     text: str = field(default="", init=False)
     finish: str = field(default="", init=False)  # of the last piece
     _recorded: bool = field(default=False, init=False)
+    _decoded: int = field(default=0, init=False)  # tokens whose text is known
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -179,10 +182,8 @@ class Call:
 
     def _take(self, chunk: pb.TokenChunk) -> Piece:
         """The text of new tokens, and what it means."""
-        news = self._decoder.push(chunk.token_ids)
         finish = FINISH_NAMES[chunk.finish_reason]
-        if finish:
-            news += self._decoder.finish(chunk.matched_stop)
+        news = self._text(chunk)
         start, delta = len(self.text), None
         self.text += news
         if self._parser is not None:
@@ -209,9 +210,36 @@ class Call:
         describe(current, generation)
         STAGE_SPANS.show(current, generation.worker_index, generation.whole)
 
+    def _text(self, chunk: pb.TokenChunk) -> str:
+        """What has become certain with a chunk. Stop strings count from min_tokens on."""
+        asked, shown = self.plan.sampling, list(chunk.token_ids)
+        keep = asked.include_stop_str_in_output
+        if self._stopping_token(chunk) is not None and not keep:
+            shown = shown[:-1]
+        early = max(asked.min_tokens - 1 - self._decoded, 0)
+        self._decoded += len(shown)
+        text = self._decoder.push(shown[:early], early=True) if early else ""
+        text += self._decoder.push(shown[early:])
+        if chunk.finish_reason:
+            text += self._decoder.finish(chunk.matched_stop, keep=keep)
+        return text
+
+    @property
+    def stopped_by(self) -> int | str | None:
+        """The stop token or stop string of the caller that ended the response, if one did."""
+        token = self._stopping_token(self.whole)
+        return token if token is not None else self.whole.matched_stop or None
+
+    def _stopping_token(self, chunk: pb.TokenChunk) -> int | None:
+        """The last token, where it is one of those that were to end the response."""
+        stopped = chunk.finish_reason == tpb.FINISH_REASON_STOP and chunk.token_ids
+        last = chunk.token_ids[-1] if stopped and not chunk.matched_stop else None
+        return last if last in self.plan.sampling.stop_token_ids else None
+
     def _record(self, generation: Generation) -> None:
         plan, chunk = self.plan, generation.whole
-        if plan.session is None or chunk.finish_reason not in _RECORDED:
+        nothing = not chunk.token_ids  # only the prompt was scored
+        if plan.session is None or nothing or chunk.finish_reason not in _RECORDED:
             return
         message = self.message
         turn = Turn(

@@ -17,6 +17,7 @@ CHECKED_FIELDS = (
     "response_format",
     "messages",
     "tool_choice",
+    "truncate_prompt_tokens",
 )
 """Fields of a request that a refusal may begin with."""
 
@@ -28,6 +29,11 @@ def check_request(
     check_prompt(tuple(prompt), ready.vocab_size, ready.max_sequence_tokens)
     check_sampling(sampling, ready.vocab_size)
     _check_capabilities(ready, sampling)
+    room = ready.max_sequence_tokens - len(prompt)
+    if sampling.min_tokens > room:
+        raise InvalidInput(
+            "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=room
+        )
     if sampling.json_schema:
         check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
     check_arm(ready, forced_arm)
@@ -41,7 +47,8 @@ def check_arm(ready: pb.WorkerReady, arm: str) -> None:
 
 def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
     asked = {
-        Capability.PENALTIES: "a penalty or logit_bias" if sampling.adjusted else "",
+        Capability.PENALTIES: _adjusting(sampling),
+        Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
         Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
     }
     for capability, seen in asked.items():
@@ -51,3 +58,10 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
                 seen=seen,
                 allowed=SETTINGS[capability],
             )
+
+
+def _adjusting(sampling: Sampling) -> str:
+    """What of it changes logits before the draw."""
+    if sampling.confined:
+        return "min_tokens" if sampling.min_tokens else "allowed_token_ids"
+    return "a penalty or logit_bias" if sampling.adjusted else ""

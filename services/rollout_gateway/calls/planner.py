@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.errors import TrainabilityError
+from paceline.errors import InvalidInput, TrainabilityError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.aside import LargeRequests
@@ -23,9 +23,12 @@ from rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.registry import Sessions
+from rollout_gateway.sessions.samples import overridden
 from rollout_gateway.sessions.session import Caller, Session
 from rollout_gateway.sessions.tree import Turn
 
+CUT_CONTEXTS = 8
+"""A prompt of which the end is read may be so many times as long as what the model reads."""
 AskedSampling = Callable[[int], tpb.SamplingParams]
 """Tokens left in the sequence -> how to draw the first choice, as the caller's door spells it."""
 
@@ -40,6 +43,7 @@ class Asked:
     count: int = 1  # of each prompt; with a seed, choice i draws with seed + i
     forced_arm: str = ""
     size: int = 0  # bytes of the request
+    kept: int | None = None  # last tokens of a prompt that are read; None: all, -1: what fits
 
 
 class Planner:
@@ -73,7 +77,7 @@ class Planner:
         found = session.tree.extended_by_messages(digests) if session is not None else None
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
-        longest = self._longest
+        longest = self._readable(asked)
         prompt = await self._aside.run(
             asked.size, lambda: self._prompts.prompt(request, known, longest)
         )
@@ -83,13 +87,17 @@ class Planner:
             digest=digests[-1],
             parser=prompt.parser,
         )
-        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, [plan]))
+        plan, run_temperature = self._cut(asked, plan), self._own(session, implicit=given is None)
+        plans = await self._aside.run(
+            asked.size, lambda: self._drawn(asked, [plan], run_temperature)
+        )
         return self._within(session, plans, implicit=given is None)
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
         """Continuations of each prompt, text or token ids."""
-        found = [await self._continued(asked, prompt) for prompt in prompts]
-        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found))
+        found = [self._cut(asked, await self._continued(asked, prompt)) for prompt in prompts]
+        own = self._own(asked.caller.session, implicit=False)
+        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, found, own))
         return self._within(asked.caller.session, plans, implicit=False)
 
     @property
@@ -97,8 +105,39 @@ class Planner:
         """Tokens of a prompt at most: one is left for the answer."""
         return self._ready().max_sequence_tokens - 1
 
+    def _readable(self, asked: Asked) -> int:
+        """Tokens that a prompt may have before it is cut."""
+        return self._longest if asked.kept is None else CUT_CONTEXTS * self._longest
+
+    def _cut(self, asked: Asked, plan: Plan) -> Plan:
+        """The plan with what is read of its prompt; one that lost its beginning extends nothing."""
+        if asked.kept is None:
+            return plan
+        if asked.kept == 0 or asked.kept < -1:
+            raise InvalidInput(
+                "truncate_prompt_tokens leaves nothing",
+                seen=asked.kept,
+                allowed="-1, or 1 and more",
+            )
+        most = asked.kept
+        if most < 0:  # behind it fits what is to be said at most
+            most = self._longest + 1 - asked.sampling(1).max_tokens
+        prompt = plan.prompt[-max(min(most, self._longest), 1) :]
+        if len(prompt) == len(plan.prompt):
+            return plan
+        return replace(plan, prompt=prompt, parent=None, prompt_text="", cut=True)
+
+    def _own(self, session: Session | None, *, implicit: bool) -> float | None:
+        """The temperature of the run, where a session draws with that whatever is asked."""
+        if session is not None:
+            about = session.assignment
+            return about.temperature if about.trainable and about.override else None
+        sessions = self._config.sessions
+        overrides = implicit and sessions.implicit and sessions.untrainable == "override"
+        return sessions.temperature if overrides else None
+
     async def _continued(self, asked: Asked, prompt: str | Sequence[int]) -> Plan:
-        session, longest = asked.caller.session, self._longest
+        session, longest = asked.caller.session, self._readable(asked)
         tree = session.tree if session is not None else None
         parent: Turn | None = None
         if isinstance(prompt, str):
@@ -117,13 +156,18 @@ class Planner:
         extended = tree.extended_by_tokens(ids) if tree is not None else None
         return Plan(ids, parent=extended[0] if extended is not None else None)
 
-    def _drawn(self, asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
+    def _drawn(
+        self, asked: Asked, plans: Sequence[Plan], run_temperature: float | None
+    ) -> list[Plan]:
         """Every plan once a choice. Each has a name of its own, so that it can be rewarded."""
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
         for plan in plans:
             room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
             sampling = wire.sampling_from(asked.sampling(room))
+            changed: tuple[str, ...] = ()
+            if run_temperature is not None:
+                sampling, changed = overridden(sampling, run_temperature)
             check_request(ready, plan.prompt, sampling, asked.forced_arm)
             unseeded = sampling.seed == UNSEEDED
             for index in range(asked.count):
@@ -135,6 +179,7 @@ class Planner:
                         if unseeded
                         else replace(sampling, seed=sampling.seed + index),
                         completion_id=name,
+                        overridden=changed,
                         forced_arm=asked.forced_arm,
                         queue_key=asked.caller.queue_key,
                     )
@@ -169,13 +214,20 @@ class Planner:
         ]
 
     def _implicit(self, plans: list[Plan]) -> Assignment:
-        probe = Session("", Assignment("", trainable=True), self._config.sessions)
+        sessions = self._config.sessions
+        about = Assignment(
+            self._config.run.id,
+            implicit=True,
+            override=sessions.untrainable == "override",
+            temperature=sessions.temperature,
+        )
+        probe = Session("", about, sessions)
         try:
             for plan in plans:
                 probe.check(plan.sampling)
         except TrainabilityError:
-            return Assignment(self._config.run.id, implicit=True, trainable=False)
-        return Assignment(self._config.run.id, implicit=True)
+            return replace(about, trainable=False)
+        return about
 
 
 def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:

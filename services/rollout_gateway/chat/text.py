@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.chat.messages import ChatRequest
 from rollout_gateway.chat.template import ChatTemplate, read_template
-from rollout_gateway.engines.sampling import check_length
+from rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""
@@ -149,19 +149,27 @@ class TextStream:
         self._known = 0  # ids of the window whose text is known
         self._held = ""
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these ids."""
+    def push(self, token_ids: Sequence[int], *, early: bool = False) -> str:
+        """Text that became certain with these ids. early: a stop string that is whole does not end
+        the response yet.
+        """
         self._window += token_ids
         self._held += self._advance(final=False)
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        overlap = _beginning if early else _overlap
+        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return text
 
-    def finish(self, matched_stop: str = "") -> str:
-        """What `push` held back, cut before the stop string that ended the response."""
+    def finish(self, matched_stop: str = "", *, keep: bool = False) -> str:
+        """What `push` held back, cut before the stop string that ended the response; keep: behind
+        it.
+        """
         text, self._held = self._held + self._advance(final=True), ""
-        return text.partition(matched_stop)[0] if matched_stop else text
+        if not matched_stop:
+            return text
+        said, found, _ = text.partition(matched_stop)
+        return said + found * keep
 
     def _advance(self, *, final: bool) -> str:
         """Text of the ids up to the last whole character; of all ids when final or when none is in
@@ -266,6 +274,7 @@ def _refuse_far_too_long(tokenizer: Tokenizer, text: str, longest: int) -> None:
         if tokens > 2 * longest:
             raise InvalidInput(
                 "prompt does not fit",
+                reason=TOO_LONG,
                 seen=f"{len(text)} characters",
                 allowed=f"1 to {longest} tokens",
             )
@@ -277,8 +286,18 @@ def _overlap(text: str, stop: str) -> int:
     """
     if stop in text:
         return len(text) - text.index(stop)
+    return _beginning(text, stop)
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Characters at the end of `text` that a stop string begins with, but for a whole one."""
     return next(
-        (size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0
+        (
+            size
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        ),
+        0,
     )
 
 

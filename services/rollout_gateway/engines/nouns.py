@@ -16,7 +16,8 @@ class Capability(StrEnum):
 
     CAPTURE = "capture"
     DRAFTER_UPDATE = "drafter_update"
-    PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
+    PENALTIES = "penalties"  # what changes logits before the draw: penalties, bias, min_tokens
+    PROMPT_LOGPROBS = "prompt_logprobs"  # log-probs of the prompt, with nothing generated too
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
     RELEASE_MEMORY = "release_memory"
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
@@ -30,6 +31,7 @@ SETTINGS = {
     Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter "
     "checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
+    Capability.PROMPT_LOGPROBS: "engine.kind=embedded",
     Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json "
     "and an eos_token_id",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
@@ -106,6 +108,15 @@ class StageTime:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScore:
+    """How likely the model finds a token of the prompt after those before it."""
+
+    logprob: float  # of log_softmax(logits / temperature), temperature 0 as 1
+    rank: int  # 1: the most likely
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-prob), the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of one request; finish is set on its last chunk."""
 
@@ -123,6 +134,8 @@ class Chunk:
     matched_stop: str = ""
     draw_spans: tuple[DrawSpan, ...] = ()  # indices as in version_spans
     stages: tuple[StageTime, ...] = ()  # on the last chunk
+    # of every prompt token but the first, on the first chunk of a request that asks for it
+    prompt_scores: tuple[PromptScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

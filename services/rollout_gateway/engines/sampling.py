@@ -20,6 +20,12 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 """Texts that end a response, and characters of one, at most: each is looked for at every token."""
 MAX_STOP_TOKENS = 1024
 """Token ids that end a response at most."""
+MAX_ALLOWED_TOKENS = 4096
+"""Token ids that a response is confined to at most."""
+TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
+"""Reason of the error for a prompt that the model cannot read."""
+UNSCORED = -1
+"""prompt_logprobs of a request whose prompt is not scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,20 @@ class Sampling:
     # (token id, what is added), token ids ascending and distinct
     logit_bias: tuple[tuple[int, float], ...] = ()
     json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
+    min_tokens: int = 0  # before them no stop is drawn or looked for
+    allowed_token_ids: tuple[int, ...] = ()  # the only ones drawn, ascending and distinct
+    prompt_logprobs: int = UNSCORED  # alternatives of each prompt token, whose log-probs are told
+    include_stop_str_in_output: bool = False  # of the text alone; the tokens keep it anyway
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probs of the prompt are asked for."""
+        return self.prompt_logprobs != UNSCORED
+
+    @property
+    def confined(self) -> bool:
+        """Whether some tokens may not be drawn, at least in the beginning."""
+        return bool(self.min_tokens or self.allowed_token_ids)
 
     @property
     def penalised(self) -> bool:
@@ -56,7 +76,7 @@ class Sampling:
     @property
     def adjusted(self) -> bool:
         """Whether anything changes the logits before the draw."""
-        return self.penalised or bool(self.logit_bias)
+        return self.penalised or self.confined or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,48 +108,91 @@ RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0.1, 10),
+    "min_tokens": Range(0, INT_LIMIT - 1),
+    "prompt_logprobs": Range(UNSCORED, 20),
 }
 BIAS = Range(-100, 100)
 RECOMPUTED = {"temperature"}
 """What the policy trainer follows when it computes log-probs again."""
-NO_EFFECT = {"seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "top_logprobs"}
+NO_EFFECT = {
+    "seed",
+    "max_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "top_logprobs",
+    "prompt_logprobs",
+    "include_stop_str_in_output",
+}
 """What changes no log-prob of a token that was drawn."""
+OVERRIDABLE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+"""What a session may draw otherwise than was asked for; the rest says what an answer has to be."""
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """Raises InvalidInput naming the parameter that cannot work."""
     for name, allowed in RANGES.items():
         value = getattr(sampling, name)
-        if not allowed.holds(value):
+        nothing = name == "max_tokens" and value == 0 and sampling.scored
+        if not (allowed.holds(value) or nothing):
             raise InvalidInput(f"{name} is out of range", seen=value, allowed=allowed)
 
+    _check_stops(sampling)
+    _check_tokens(sampling, vocab_size)
+    for token, bias in sampling.logit_bias:
+        if not BIAS.holds(bias):
+            raise InvalidInput(
+                f"logit_bias of token {token} is out of range", seen=bias, allowed=BIAS
+            )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidInput(
+            "min_tokens is above max_tokens", seen=sampling.min_tokens, allowed=sampling.max_tokens
+        )
+    if sampling.confined and sampling.json_schema:
+        name = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
+        raise InvalidInput(
+            f"{name} and a schema may contradict each other",
+            seen="both",
+            allowed="one of the two",
+        )
+
+
+def _check_stops(sampling: Sampling) -> None:
     if not all(sampling.stop):
         raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
     stops = {
         "stop has too many texts": (len(sampling.stop), MAX_STOPS),
         "stop holds too long a text": (max(map(len, sampling.stop), default=0), MAX_STOP_LENGTH),
-        "stop_token_ids has too many entries": (len(sampling.stop_token_ids), MAX_STOP_TOKENS),
     }
     for wrong, (seen, most) in stops.items():
         if seen > most:
             raise InvalidInput(wrong, seen=seen, allowed=f"at most {most}")
-    if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
-        raise InvalidInput(
-            "logit_bias has too many entries",
-            seen=len(sampling.logit_bias),
-            allowed=MAX_BIASED_TOKENS,
-        )
 
-    for token, bias in sampling.logit_bias:
-        if not 0 <= token < vocab_size:
+
+def _check_tokens(sampling: Sampling, vocab_size: int) -> None:
+    """Raises InvalidInput for a parameter that names too many tokens, or one that there is not."""
+    for name, ids, most in (
+        ("stop_token_ids", sampling.stop_token_ids, MAX_STOP_TOKENS),
+        ("allowed_token_ids", sampling.allowed_token_ids, MAX_ALLOWED_TOKENS),
+        ("logit_bias", [token for token, _ in sampling.logit_bias], MAX_BIASED_TOKENS),
+    ):
+        if len(ids) > most:
             raise InvalidInput(
-                "logit_bias names a token out of range",
-                seen=token,
-                allowed=f"0 to {vocab_size - 1}",
+                f"{name} has too many entries", seen=len(ids), allowed=f"at most {most}"
             )
-        if not BIAS.holds(bias):
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
             raise InvalidInput(
-                f"logit_bias of token {token} is out of range", seen=bias, allowed=BIAS
+                f"{name} names a token out of range", seen=wrong, allowed=f"0 to {vocab_size - 1}"
             )
 
 
@@ -137,7 +200,10 @@ def check_length(tokens: int, longest: int) -> None:
     """Raises InvalidInput for a prompt of so many tokens where `longest` are taken."""
     if not 1 <= tokens <= longest:
         raise InvalidInput(
-            "prompt does not fit", seen=f"{tokens} tokens", allowed=f"1 to {longest} tokens"
+            "prompt does not fit",
+            reason=TOO_LONG if tokens > longest else None,
+            seen=f"{tokens} tokens",
+            allowed=f"1 to {longest} tokens",
         )
 
 

@@ -123,6 +123,9 @@ class SampleRuns:
         task = job.task
         asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
         about = _assignment(job, self._gateway.captures)
+        if job.request.environment == EXTERNAL:
+            override = self._gateway.config.sessions.untrainable == "override"
+            about = replace(about, override=override)
         labels: Attributes = {
             names.SESSION_ID: job.session_id,
             names.TASK: task.task_id,
@@ -198,6 +201,7 @@ def _assignment(job: Job, captures: Callable[[int], bool]) -> Assignment:
         task_index=task.task_index,
         sample_index=job.sample_index,
         trainable=job.trains,
+        temperature=request.sampling.temperature,
         seed=seed,
         capture=request.capture and job.trains and captures(seed),
     )

@@ -93,14 +93,14 @@ class Agents:
         return session
 
     async def claim(
-        self, wait_s: float, timeout_s: float = 0.0
+        self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
     ) -> tuple[Session, EpisodeTask] | None:
         """A task of the run in a session of its own; None when none came within the wait.
 
-        `timeout_s`: of silence; 0 is the gateway's setting. A caller that goes away gives its task
-        back.
+        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment. A caller
+        that goes away gives its task back.
         """
-        claimed = await self.offers.claim(wait_s, timeout_s)
+        claimed = await self.offers.claim(wait_s, timeout_s, override)
         if claimed is None:
             return None
         try:

@@ -38,6 +38,8 @@ class Assignment:
     task_index: int = 0
     sample_index: int = 0
     trainable: bool = True
+    override: bool = False  # untrainable sampling gives way to the run's instead of being refused
+    temperature: float = 1.0  # the run's
     turn_discount: float | None = None  # a sample per turn, with discounted later rewards
     timeout_s: float = 0.0  # of silence; 0: the gateway's setting
     open_group: bool = False  # an agent's own group, which belongs to the step that finds it closed

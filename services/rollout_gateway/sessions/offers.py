@@ -69,11 +69,12 @@ class TaskOffers:
             raise
 
     async def claim(
-        self, wait_s: float, timeout_s: float = 0.0
+        self, wait_s: float, timeout_s: float = 0.0, override: bool | None = None
     ) -> tuple[Session, EpisodeTask] | None:
         """The longest waiting task in a session of its own; None when none came within the wait.
 
-        `timeout_s`: of silence; 0 is the gateway's setting.
+        `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None as the
+        task has it.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -87,7 +88,10 @@ class TaskOffers:
 
         offer = self._waiting.popleft()
         try:
-            session = self._open(replace(offer.assignment, timeout_s=timeout_s), offer.session_id)
+            about = replace(offer.assignment, timeout_s=timeout_s)
+            if override is not None:
+                about = replace(about, override=override)
+            session = self._open(about, offer.session_id)
         except BaseException:
             self._waiting.appendleft(offer)
             raise

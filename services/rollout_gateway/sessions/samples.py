@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.errors import TrainabilityError
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory
-from rollout_gateway.engines.sampling import Sampling, untrainable
+from rollout_gateway.engines.sampling import OVERRIDABLE, UNSEEDED, Sampling, untrainable
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.tree import Branch, MessageTree, Turn
 
 SHOWN_CHARACTERS = 40
+_OFF = Sampling(UNSEEDED, 1)
 
 
 def samples(
@@ -47,6 +49,36 @@ def check_trainable(sampling: Sampling) -> None:
             allowed="temperature > 0, top_p=1, top_k=0, min_p=0, no penalty, no logit_bias, no "
             "json_schema",
         )
+
+
+def overridden(sampling: Sampling, temperature: float) -> tuple[Sampling, tuple[str, ...]]:
+    """The sampling with the run's own in place of what changes which token is drawn, and what that
+    has changed, "name=value used".
+
+    One that could not be trained even so stays as it is: what an answer has to be is nobody's to
+    change.
+    """
+    own = {name: getattr(_OFF, name) for name in OVERRIDABLE} | {"temperature": temperature}
+    drawn = replace(sampling, **own)
+    if untrainable(drawn):
+        return sampling, ()
+    told = (
+        f"{name}={_told(used)}"
+        for name, used in own.items()
+        if not _same(getattr(sampling, name), used)
+    )
+    return drawn, tuple(told)
+
+
+def _told(value: object) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else "none"
+
+
+def _same(asked: object, used: object) -> bool:
+    """Whether two values are one, whatever precision a wire has left of them."""
+    if isinstance(asked, int | float) and isinstance(used, int | float):
+        return math.isclose(asked, used, rel_tol=1e-6)
+    return asked == used
 
 
 def _sum(path: Sequence[Turn], reward: float | None) -> float | None:

@@ -25,6 +25,7 @@ def session_json(session: Session) -> dict[str, Any]:
         "group_size": about.group_size,
         "sample_index": about.sample_index,
         "trainable": about.trainable,
+        "override_sampling": about.trainable and about.override,
         "turn_discount": about.turn_discount,
         "reward": session.reward,
         "fail_reason": None if session.fail_reason is None else str(session.fail_reason),

@@ -123,6 +123,8 @@ class Generation:
                 return
 
     def _push(self, chunk: pb.TokenChunk) -> None:
+        if self.whole.prompt_scores:
+            chunk.ClearField("prompt_scores")  # a try that goes on tells them again
         self.whole.MergeFrom(chunk)
         self._news.MergeFrom(chunk)
         if self.finished:

@@ -30,6 +30,8 @@ from rollout_gateway.config import GatewayConfig
 from rollout_gateway.server import running
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
+POLICY_MODEL = DEMO_TOKENIZER
+"""The demo's start policy, which the embedded engine can serve."""
 EOS = 1
 
 

@@ -85,8 +85,8 @@ async def clients(served: Any, key: str = "") -> AsyncIterator[Clients]:
 async def responded(who: Clients, stream: bool, **asked: Any) -> Any:
     """A response, built by the client from events when it streams."""
     if not stream:
-        return await who.openai.responses.create(model="any", **asked)
-    async with who.openai.responses.stream(model="any", **asked) as events:
+        return await who.openai.responses.create(model="tiny-model", **asked)
+    async with who.openai.responses.stream(model="tiny-model", **asked) as events:
         numbers = [event.sequence_number async for event in events]
         assert numbers == list(range(len(numbers)))
         return await events.get_final_response()
@@ -94,7 +94,7 @@ async def responded(who: Clients, stream: bool, **asked: Any) -> Any:
 
 async def messaged(who: Clients, stream: bool, **asked: Any) -> Any:
     """A message of Anthropic's API, built by the client from events when it streams."""
-    asked = {"model": "any", "max_tokens": 200, **asked}
+    asked = {"model": "tiny-model", "max_tokens": 200, **asked}
     if not stream:
         return await who.anthropic.messages.create(**asked)
     async with who.anthropic.messages.stream(**asked) as events:

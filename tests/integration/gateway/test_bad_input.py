@@ -228,7 +228,7 @@ async def test_sampling_out_of_range_is_told_by_field(served: Any) -> None:
             await refused(http, path, "logit_bias", {"logit_bias": {"five": 1}})
             await refused(http, path, "stop", {"stop": [""]})
         await refused(http, MESSAGES, "stop_sequences", {"stop_sequences": ["x"] * 17})
-        await refused(http, MESSAGES, "top_k", {"top_k": -1})
+        await refused(http, MESSAGES, "top_k", {"top_k": -2})
         told(COMPLETIONS, await http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "n": 128}))
 
 
@@ -365,20 +365,38 @@ async def test_json_inside_the_body_may_be_hostile(served: Any) -> None:
                 )
 
 
-async def test_unknown_fields_are_ignored(served: Any) -> None:
+async def test_unknown_fields_are_refused_by_name_and_harmless_ones_are_told(served: Any) -> None:
+    http = served.http
     for path in SPEAKING:
-        answer = await served.http.post(
-            path, json={**GOOD[path], "no_such_field": {"x": [1]}, "user": "me"}
-        )
+        body = {**GOOD[path], "no_such_field": {"x": [1]}}
+        error = told(path, await http.post(path, json=body))
+        assert error["message"].startswith("no_such_field: is not served; seen: {'x': [1]}")
+        assert error.get("code", "unknown_parameter") == "unknown_parameter"
+        answer = await http.post(path, json={**GOOD[path], "metadata": {"user_id": "me"}})
         assert answer.status_code == 200, (path, answer.text)
-    message = {
-        "role": "user",
-        "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
-    }
-    answer = await served.http.post(
-        MESSAGES, json={"max_tokens": 3, "messages": [{**message, "x": 1}]}
-    )
+        if path != RESPONSES:  # it keeps and shows them
+            assert answer.headers["x-paceline-ignored"] == "metadata"
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part]}
+    body = {"max_tokens": 3, "messages": [message]}
+    answer = await http.post(MESSAGES, json=body)
     assert answer.status_code == 200, answer.text
+    assert answer.headers["x-paceline-ignored"] == "messages[].content[].cache_control"
+    error = told(
+        MESSAGES, await http.post(MESSAGES, json={**body, "messages": [{**message, "x": 1}]})
+    )
+    assert error["message"].startswith("messages[0].x: ")
+    opened = await http.post("/v1/sessions", json={"user": "me"})
+    assert (opened.status_code, opened.json()["error"]["param"]) == (400, "user")
+    assert (await http.post("/v1/sessions", json={"user": None})).status_code == 201
+
+
+async def test_names_of_unknown_fields_are_shown_in_part(served: Any) -> None:
+    for name in ("x" * 5000, "a\r\nset-cookie: x", "\u2028"):
+        answer = await served.http.post(CHAT, json={**GOOD[CHAT], name: "y" * 5000})
+        assert answer.status_code == 400
+        assert len(answer.json()["error"]["message"]) < 400
+        assert "x-paceline-ignored" not in answer.headers
 
 
 async def test_null_counts_as_left_out(served: Any) -> None:

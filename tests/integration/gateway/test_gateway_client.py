@@ -191,7 +191,7 @@ async def test_an_openai_client_and_another_process_go_on_with_a_session(
         session = await client.session()
         async with openai.AsyncOpenAI(**session.openai_options(), max_retries=0) as agent:
             answer = await agent.chat.completions.create(
-                model="any", messages=[user("2+2=")], max_tokens=64
+                model="tiny-model", messages=[user("2+2=")], max_tokens=64
             )
         assert answer.choices[0].message.content == "2+2=5 #5"
         elsewhere = connect(served, token="").attach(session.api_key)

@@ -31,7 +31,7 @@ async def test_completions_by_text_and_by_token_ids(serve_gateway: Any) -> None:
     async with serve_gateway() as served:
         codec = served.codec
         answer = await complete(
-            served.http, model="any-name", seed=1, return_token_ids=True, logprobs=2
+            served.http, model="tiny-model", seed=1, return_token_ids=True, logprobs=2
         )
         assert answer["model"] == "tiny-model"
         (choice,) = answer["choices"]
@@ -106,7 +106,16 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [99999]}, "prompt"),
     ({"prompt": [5] * 600}, "prompt"),
-    ({"prompt": "1", "echo": True}, "echo"),
+    ({"prompt": "1", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "1", "suffix": "2"}, "suffix"),
+    ({"prompt": "1", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt": "1", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "1", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt": "1", "stop_token_ids": [320]}, "stop_token_ids"),
+    ({"prompt": "1", "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": "1", "min_tokens": 17}, "min_tokens"),
+    ({"prompt": "1", "no_such_field": False}, "no_such_field"),
+    ({"prompt": "1", "stream_options": {"x": 1}}, "stream_options.x"),
     ({"prompt": "1", "stop": [""]}, "stop"),
     ({"prompt": "1", "presence_penalty": 2.5}, "presence_penalty"),
     ({"prompt": "1", "frequency_penalty": "much"}, "frequency_penalty"),

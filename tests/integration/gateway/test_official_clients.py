@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_openai_chat_answers_in_every_form(served: Any) -> None:
     async with clients(served, "any") as who:
         chat = who.openai.chat.completions
-        said: Any = {"model": "any", "messages": [{"role": "user", "content": "throw"}]}
+        said: Any = {"model": "tiny-model", "messages": [{"role": "user", "content": "throw"}]}
         two = await chat.create(**said, n=2, seed=0, logprobs=True, top_logprobs=2)
         assert [choice.message.content for choice in two.choices] == ["heads", "tails"]
         assert two.usage is not None
@@ -49,13 +49,15 @@ async def test_openai_completions_and_models(served: Any) -> None:
     async with clients(served, "any") as who:
         prompt = "[user] throw<eos>\n[assistant] "
         whole = await who.openai.completions.create(
-            model="any", prompt=prompt, seed=0, n=2, logprobs=1
+            model="tiny-model", prompt=prompt, seed=0, n=2, logprobs=1
         )
         assert [choice.text for choice in whole.choices] == ["heads", "tails"]
         assert whole.choices[0].logprobs is not None
         assert whole.choices[0].logprobs.tokens is not None
         assert "".join(whole.choices[0].logprobs.tokens[:5]) == "heads"
-        parts = await who.openai.completions.create(model="any", prompt=prompt, seed=0, stream=True)
+        parts = await who.openai.completions.create(
+            model="tiny-model", prompt=prompt, seed=0, stream=True
+        )
         assert "".join([part.choices[0].text async for part in parts]) == "heads"
         models = [model.id async for model in await who.openai.models.list()]
         assert models == ["tiny-model"]
@@ -71,7 +73,7 @@ async def test_an_openai_chat_with_tools_stays_one_line_of_turns(served: Any, st
         ]
 
         async def answer(**options: Any) -> Any:
-            asked: Any = {"model": "any", "messages": messages, "tools": TOOLS, **options}
+            asked: Any = {"model": "tiny-model", "messages": messages, "tools": TOOLS, **options}
             if not stream:
                 return (await who.openai.chat.completions.create(**asked)).choices[0]
             async with who.openai.chat.completions.stream(**asked) as events:
@@ -100,7 +102,7 @@ async def test_an_openai_chat_with_tools_stays_one_line_of_turns(served: Any, st
 async def test_openai_tool_choice_makes_the_model_call(served: Any, choice: Any) -> None:
     async with clients(served) as who:
         asked: Any = {
-            "model": "any",
+            "model": "tiny-model",
             "messages": [{"role": "user", "content": "Hi"}],
             "tools": TOOLS,
         }
@@ -168,7 +170,9 @@ async def test_a_response_goes_on_from_a_stored_one(served: Any, stream: bool) -
             await who.openai.responses.retrieve(third.id)
         await who.openai.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError) as unknown:
-            await who.openai.responses.create(model="any", input="x", previous_response_id=first.id)
+            await who.openai.responses.create(
+                model="tiny-model", input="x", previous_response_id=first.id
+            )
         assert (unknown.value.param, unknown.value.code) == (
             "previous_response_id",
             "response_not_found",
@@ -201,7 +205,7 @@ async def test_responses_tell_reasoning_limits_and_usage(served: Any, stream: bo
         assert sure.output_text == "Yes, I am."
         await who.line("stop", "stop")
 
-        short: Any = {"model": "any", "input": "count", "max_output_tokens": 3}
+        short: Any = {"model": "tiny-model", "input": "count", "max_output_tokens": 3}
         if stream:
             events = [
                 event async for event in await who.openai.responses.create(**short, stream=True)
@@ -218,7 +222,7 @@ async def test_responses_tell_reasoning_limits_and_usage(served: Any, stream: bo
 async def test_events_of_a_response_come_in_the_documented_order(served: Any) -> None:
     async with clients(served) as who:
         stream = await who.openai.responses.create(
-            model="any", input=ASK, tools=FLAT_TOOLS, stream=True
+            model="tiny-model", input=ASK, tools=FLAT_TOOLS, stream=True
         )
         events = [event async for event in stream]
         names = [event.type.removeprefix("response.") for event in events]

@@ -79,7 +79,7 @@ async def test_anthropic_tells_thinking_limits_stops_and_usage(served: Any, stre
             {"role": "assistant", "content": thought.content},
             {"role": "user", "content": "sure?"},
         ]
-        counted = await who.anthropic.messages.count_tokens(model="any", messages=history)
+        counted = await who.anthropic.messages.count_tokens(model="tiny-model", messages=history)
         sure = await messaged(who, stream, messages=history)
         assert sure.content[0].text == "Yes, I am."
         assert sure.usage.input_tokens + sure.usage.cache_read_input_tokens == counted.input_tokens
@@ -128,7 +128,7 @@ async def test_anthropic_tool_choice_makes_the_model_call(served: Any, choice: A
 async def test_a_conversation_may_change_its_api_and_stay_one_line(served: Any) -> None:
     async with clients(served) as who:
         asked: Any = {"input": ASK, "tools": FLAT_TOOLS, "instructions": "Help."}
-        first = await who.openai.responses.create(model="any", **asked)
+        first = await who.openai.responses.create(model="tiny-model", **asked)
         calls: list[Any] = [item for item in first.output if item.type == "function_call"]
         uses = [
             {
@@ -154,7 +154,7 @@ async def test_a_conversation_may_change_its_api_and_stay_one_line(served: Any) 
 
 async def test_a_reward_may_name_a_response_or_a_message(served: Any) -> None:
     async with clients(served) as who:
-        response = await who.openai.responses.create(model="any", input="Hi")
+        response = await who.openai.responses.create(model="tiny-model", input="Hi")
         message = await messaged(who, False, messages=[{"role": "user", "content": "Hi"}])
         headers = {"authorization": f"Bearer {who.openai.api_key}"}
         for index, name in enumerate((response.id, message.id)):
@@ -172,10 +172,10 @@ async def test_a_stream_that_fails_before_its_first_token_fails_by_status(
     async with conversations() as served, clients(served) as who:
         broken = "~"
         with pytest.raises(openai.InternalServerError):
-            await who.openai.responses.create(model="any", input=broken, stream=True)
+            await who.openai.responses.create(model="tiny-model", input=broken, stream=True)
         with pytest.raises(openai.InternalServerError):
             await who.openai.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": broken}], stream=True
+                model="tiny-model", messages=[{"role": "user", "content": broken}], stream=True
             )
         for stream in (True, False):
             with pytest.raises(anthropic.InternalServerError) as failed:
@@ -195,31 +195,37 @@ async def test_errors_become_the_clients_own(
         async with clients(served, "wrong") as who:
             hello: Any = [{"role": "user", "content": "Hi"}]
             with pytest.raises(openai.AuthenticationError):
-                await who.openai.chat.completions.create(model="any", messages=hello)
+                await who.openai.chat.completions.create(model="tiny-model", messages=hello)
             with pytest.raises(anthropic.AuthenticationError) as refused:
-                await who.anthropic.messages.create(model="any", messages=hello, max_tokens=5)
+                await who.anthropic.messages.create(
+                    model="tiny-model", messages=hello, max_tokens=5
+                )
             assert refused.value.type == "authentication_error"
         async with clients(served, "secret") as who:
             with pytest.raises(openai.BadRequestError) as wrong:
                 await who.openai.chat.completions.create(
-                    model="any", messages=hello, temperature=11
+                    model="tiny-model", messages=hello, temperature=11
                 )
             assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
             with pytest.raises(openai.NotFoundError):
                 await who.openai.models.retrieve("other")
             with pytest.raises(anthropic.BadRequestError):
-                await who.anthropic.messages.create(model="any", messages=hello, max_tokens=0)
+                await who.anthropic.messages.create(
+                    model="tiny-model", messages=hello, max_tokens=0
+                )
         opened = await served.http.post(
             "/v1/sessions", json={}, headers={"authorization": "Bearer secret"}
         )
         async with clients(served, opened.json()["api_key"]) as who:
             with pytest.raises(openai.RateLimitError):
-                await who.openai.chat.completions.create(model="any", messages=hello, n=2)
-            await who.openai.chat.completions.create(model="any", messages=hello)
+                await who.openai.chat.completions.create(model="tiny-model", messages=hello, n=2)
+            await who.openai.chat.completions.create(model="tiny-model", messages=hello)
             with pytest.raises(openai.ConflictError):
-                await who.openai.chat.completions.create(model="any", messages=hello)
+                await who.openai.chat.completions.create(model="tiny-model", messages=hello)
             with pytest.raises(anthropic.ConflictError):
-                await who.anthropic.messages.create(model="any", messages=hello, max_tokens=5)
+                await who.anthropic.messages.create(
+                    model="tiny-model", messages=hello, max_tokens=5
+                )
             with pytest.raises(anthropic.ConflictError):
                 await messaged(who, True, messages=hello)
 

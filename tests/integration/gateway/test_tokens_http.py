@@ -27,7 +27,7 @@ async def test_a_text_is_tokenised_as_its_tokenizer_does_and_comes_back(serve_ga
     text = "120:084=-"
     expected = TOKENIZER.encode(text).ids
     async with serve_gateway() as served:
-        asked = {"model": "any", "prompt": text}
+        asked = {"model": "tiny-model", "prompt": text}
         answer = (await served.http.post("/tokenize", json=asked)).json()
         assert (answer["tokens"], answer["count"]) == (expected, len(expected))
         models = (await served.http.get("/v1/models")).json()

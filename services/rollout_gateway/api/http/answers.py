@@ -54,7 +54,14 @@ class Answers(ABC, Generic[B]):
         """The answer of a request that does not stream."""
 
     def _asked(self, count: int = 1) -> Asked:
-        return Asked(self._caller, self.body.sampling, self.id, count, size=self.size)
+        return Asked(
+            self._caller,
+            self.body.sampling,
+            self.id,
+            count,
+            size=self.size,
+            kept=self.body.kept_prompt_tokens(),
+        )
 
     async def _chat(self, read: Callable[[], ChatRequest], count: int = 1) -> list[Plan]:
         """Plans of the conversation that `read` makes of the body."""

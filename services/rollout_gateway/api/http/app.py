@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from paceline import telemetry
 from paceline.errors import InternalError, NotFound, PacelineError
@@ -17,6 +19,7 @@ from rollout_gateway.api.http.observed import Observed
 from rollout_gateway.api.http.responses.store import PastResponses
 from rollout_gateway.api.http.routes import OPERATIONS
 from rollout_gateway.api.http.same_site import SameSite
+from rollout_gateway.api.http.told import TOLD, Told
 from rollout_gateway.gateway import Gateway
 
 log = telemetry.get_logger(__name__)
@@ -31,7 +34,20 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
     }
     app = Starlette(routes=routes(), exception_handlers=handlers)
     app.state.gateway, app.state.past_responses = gateway, PastResponses()
-    return Observed(SameSite(app, loopback=loopback))
+    origins = gateway.config.api.cors_origins
+    sited: ASGIApp = SameSite(Told(app), loopback=loopback, origins=origins)
+    return Observed(_for_browsers(sited, origins) if origins else sited)
+
+
+def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
+    """Answers preflights of pages from these origins and lets them read the rest."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after", *TOLD],
+    )
 
 
 def routes() -> list[Route]:

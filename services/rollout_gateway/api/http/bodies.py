@@ -11,11 +11,12 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from paceline.errors import InvalidInput
 from rollout_gateway.api.http.keys import gateway_of
+from rollout_gateway.api.http.shapes import OpenShape
 
 MAX_BODY_BYTES = 8 << 20
 LEAST_BODY_BYTES, TOKEN_BYTES = 1 << 20, 64
@@ -30,7 +31,7 @@ OUTLINE_BYTES = 64 << 10
 before it counts among the large ones.
 """
 SEEN_CHARACTERS = 100
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=OpenShape)
 _SEEN = reprlib.Repr()
 _SEEN.maxstring = _SEEN.maxother = SEEN_CHARACTERS
 
@@ -86,7 +87,8 @@ def most_bytes(longest: int) -> int:
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body, checked; its size is noted in `request.state.body_bytes`.
+    """The body, checked; its size is noted in `request.state.body_bytes`, what of it is ignored in
+    `request.state.ignored`.
 
     Raises InvalidInput naming the first wrong field, when it is too large or slow, or no JSON by
     its type; ResourceExhausted when too many large ones are under way.
@@ -95,15 +97,20 @@ async def read(request: Request, kind: type[B]) -> B:
     if raw:
         _check_type(request)
     request.state.body_bytes = len(raw)
-    return await gateway_of(request).aside.run(len(raw), lambda: parse(kind, raw))
+    body, ignored = await gateway_of(request).aside.run(len(raw), lambda: judged(kind, raw))
+    request.state.ignored = ignored
+    return body
 
 
-def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
-    """A body from JSON or from its fields. An empty one has none. Raises FieldError."""
+def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[str, ...]]:
+    """A body from JSON or from its fields, and what of it is harmless and not served. An empty one
+    has none. Raises FieldError or UnknownField.
+    """
     try:
         if isinstance(raw, Mapping):
-            return kind.model_validate(raw)
-        return kind.model_validate_json(raw or b"{}")
+            body = kind.model_validate(raw)
+        else:
+            body = kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         given = first.get("input")
@@ -111,6 +118,12 @@ def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
             given = given[:SEEN_CHARACTERS]
         seen = _SEEN.repr(given)[:SEEN_CHARACTERS]
         raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
+    return body, kind.beyond.judge(body)
+
+
+def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
+    """The same, without what is harmless."""
+    return judged(kind, raw)[0]
 
 
 def _spelled(loc: tuple[Any, ...]) -> str:

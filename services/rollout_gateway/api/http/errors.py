@@ -38,8 +38,16 @@ REASONS = {
     "BODY_TIMEOUT": (408, "invalid_request_error"),
     "BODY_TOO_LARGE": (413, "invalid_request_error"),
     "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
+    "MODEL_NOT_FOUND": (404, "invalid_request_error"),
 }
-ANTHROPIC_TYPES = {409: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"}
+ANTHROPIC_TYPES = {
+    404: "not_found_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
+"""What APIs call the prompt."""
 RETRY_STATUSES = (429, 503)
 
 
@@ -53,9 +61,14 @@ def status_of(error: PacelineError) -> tuple[int, str]:
     )
 
 
-def openai_error(error: PacelineError) -> dict[str, Any]:
-    """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong."""
-    field = getattr(error, "field", None) or _checked_field(error.message)
+def openai_error(error: PacelineError, path: str = "") -> dict[str, Any]:
+    """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong. path:
+    of the request, whose prompt has a name of its own.
+    """
+    field = getattr(error, "field", None)
+    if field is None:
+        field = _checked_field(error.message)
+        field = PROMPTS.get(path, field) if field == "prompt" else field
     return {
         "error": {
             "message": str(error),
@@ -93,6 +106,7 @@ def answer(error: PacelineError, request: Request) -> JSONResponse:
         )
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    anthropic = request.url.path.startswith("/v1/messages")
-    body = anthropic_error(error) if anthropic else openai_error(error)
+    path = request.url.path
+    anthropic = path.startswith("/v1/messages")
+    body = anthropic_error(error) if anthropic else openai_error(error, path)
     return JSONResponse(body, status_code=status, headers=headers)

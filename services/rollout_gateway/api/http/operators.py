@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline import telemetry
-from paceline.errors import NotFound
 from rollout_gateway.api.http.keys import caller_of, gateway_of, require_token
+from rollout_gateway.api.http.model_names import check_model, model_names
 
 SCRAPE_DEADLINE_S = 5.0
 """A worker that answers later shows what it said last; Prometheus itself waits 10 s by default."""
@@ -25,18 +25,18 @@ async def health(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The one model; any name is accepted, the served one is reported."""
+    """The one model, under each of its names."""
     await caller_of(request)
-    return JSONResponse({"object": "list", "data": [_model(request)]})
+    names = model_names(gateway_of(request))
+    return JSONResponse({"object": "list", "data": [_model(request, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     """The model of that name."""
     await caller_of(request)
-    served, name = _model(request), request.path_params["name"]
-    if name != served["id"]:
-        raise NotFound("no such model", seen=name, allowed=served["id"])
-    return JSONResponse(served)
+    name = str(request.path_params["name"])
+    check_model(gateway_of(request), name)
+    return JSONResponse(_model(request, name))
 
 
 async def version(request: Request) -> Response:
@@ -54,10 +54,10 @@ async def metrics(request: Request) -> Response:
     return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)
 
 
-def _model(request: Request) -> dict[str, Any]:
+def _model(request: Request, name: str) -> dict[str, Any]:
     gateway = gateway_of(request)
     return {
-        "id": gateway.model,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "paceline",

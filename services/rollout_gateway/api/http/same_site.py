@@ -7,6 +7,7 @@ request that needs no preflight (the Origin is foreign, or the body is no JSON: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -19,17 +20,20 @@ from rollout_gateway.api.http import errors
 
 
 class SameSite:
-    """An ASGI application around another; `loopback`: nobody beyond this machine is served."""
+    """An ASGI application around another; `loopback`: nobody beyond this machine is served.
+    `origins`: whose pages may ask; "*" is anybody's.
+    """
 
-    def __init__(self, app: ASGIApp, *, loopback: bool) -> None:
+    def __init__(self, app: ASGIApp, *, loopback: bool, origins: Sequence[str] = ()) -> None:
         self._app = app
         self._loopback = loopback
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             request = Request(scope)
             try:
-                check_site(request.headers, loopback=self._loopback)
+                check_site(request.headers, loopback=self._loopback, origins=self._origins)
             except InvalidInput as error:
                 await errors.answer(error, request)(scope, receive, send)
                 return
@@ -37,8 +41,10 @@ class SameSite:
         await self._app(scope, receive, send)
 
 
-def check_site(headers: Headers, *, loopback: bool) -> None:
-    """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback or a foreign Origin."""
+def check_site(headers: Headers, *, loopback: bool, origins: Sequence[str] = ()) -> None:
+    """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback or a foreign Origin that is
+    not among the given ones.
+    """
     host, origin = headers.get("host", ""), headers.get("origin")
     if loopback and not names_loopback(host):
         raise InvalidInput(
@@ -47,6 +53,8 @@ def check_site(headers: Headers, *, loopback: bool) -> None:
             seen=host[:100],
             allowed="localhost or a loopback address",
         )
+    if "*" in origins or origin in origins:
+        return
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
         raise InvalidInput(
             "the page of another site asked for this",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -19,7 +20,9 @@ from rollout_gateway.api.http.keys import (
 )
 from rollout_gateway.api.http.shapes import StrictShape
 from rollout_gateway.api.http.streaming import unless_gone
+from rollout_gateway.config import SessionsConfig
 from rollout_gateway.environments.base import EpisodeTask
+from rollout_gateway.gateway import Gateway
 from rollout_gateway.sessions.assignment import Assignment, FailReason
 from rollout_gateway.sessions.registry import Ended
 from rollout_gateway.sessions.session import Grant, Session
@@ -42,11 +45,24 @@ class OpenBody(StrictShape):
     timeout_s: float = Field(0, ge=0, allow_inf_nan=False)
     claim: bool = False
     wait_s: float = Field(0, ge=0, le=MAX_WAIT_S)
+    override_sampling: bool | None = None
 
-    def assignment(self, run_id: str, step: int = 0, *, open_group: bool = True) -> Assignment:
+    def assignment(
+        self, run_id: str, config: SessionsConfig, step: int = 0, *, open_group: bool = True
+    ) -> Assignment:
         """As a session takes it."""
-        own = self.model_dump(exclude={"claim", "wait_s"})
-        return Assignment(run_id, step, **own, open_group=open_group)
+        own = self.model_dump(exclude={"claim", "wait_s", "override_sampling"})
+        override = self.override_sampling
+        if override is None:
+            override = config.untrainable == "override"
+        return Assignment(
+            run_id,
+            step,
+            **own,
+            override=override,
+            temperature=config.temperature,
+            open_group=open_group,
+        )
 
 
 class RewardBody(StrictShape):
@@ -88,10 +104,14 @@ async def open_session(request: Request) -> Response:
     gateway = gateway_of(request)
     gateway.admit()
     if body.claim:
-        claimed = await unless_gone(request, gateway.agents.claim(body.wait_s, body.timeout_s))
+        claimed = await unless_gone(request, _claim(gateway, body))
         return Response(status_code=204) if claimed is None else _opened(*claimed)
-    about = body.assignment(gateway.config.run.id)
+    about = body.assignment(gateway.config.run.id, gateway.config.sessions)
     return _opened(await gateway.agents.open(about))
+
+
+def _claim(gateway: Gateway, body: OpenBody) -> Awaitable[tuple[Session, EpisodeTask] | None]:
+    return gateway.agents.claim(body.wait_s, body.timeout_s, body.override_sampling)
 
 
 async def show(request: Request) -> Response:

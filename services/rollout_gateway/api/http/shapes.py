@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,9 +25,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.api.http.beyond import Beyond
 from rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 
-_SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "json_schema"}
+_SPELLED_APART = {
+    "seed",
+    "max_tokens",
+    "stop",
+    "top_logprobs",
+    "json_schema",
+    "prompt_logprobs",
+}
 _PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
 """Sampling parameters that bodies spell as they are spelled everywhere."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 1024
@@ -40,10 +48,23 @@ clients.
 """
 
 
-class StrictShape(BaseModel):
-    """Strict about the types of known fields; others are ignored."""
+def _as_declared(schema: dict[str, Any]) -> None:
+    """Publishes a shape with its own fields alone; what it may hold beyond is judged apart."""
+    schema.pop("additionalProperties", None)
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+
+class OpenShape(BaseModel):
+    """Keeps what it does not declare until `beyond` has judged it."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=_as_declared)
+    beyond: ClassVar[Beyond] = Beyond()
+    """Of a body: what it may hold besides its fields."""
+
+
+class StrictShape(OpenShape):
+    """Strict about the types of its fields."""
+
+    model_config = ConfigDict(strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +188,13 @@ def within(name: str, *, whole: bool = False) -> Any:
 Temperature = Annotated[float, within("temperature"), NullIs(1.0)]
 TopP = Annotated[float, within("top_p"), NullIs(1.0)]
 Limit = Annotated[int, within("max_tokens", whole=True)]
-TopK = Annotated[int, within("top_k", whole=True)]
+TopK = Annotated[
+    int,
+    Field(ge=-1, le=RANGES["top_k"].high),
+    AfterValidator(lambda count: max(count, 0)),
+    NullIs(0),
+]
+"""-1 and null switch it off as 0 does."""
 TopLogprobs = Annotated[int, within("top_logprobs", whole=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Off = Annotated[bool, NullIs(False)]
@@ -214,15 +241,28 @@ class SampledBody(StrictShape):
         """Alternatives per token; None when no log-probs are asked for."""
         return None
 
+    def wanted_prompt_logprobs(self) -> int | None:
+        """Alternatives per token of the prompt; None when its log-probs are not asked for."""
+        return None
+
+    def kept_prompt_tokens(self) -> int | None:
+        """Last tokens of the prompt that are read; None: all, -1: as many as fit."""
+        return None
+
+    def check(self) -> None:
+        """Raises FieldError for fields that cannot go together or are not served."""
+
     def sampling(self, room: int) -> tpb.SamplingParams:
         """How to draw the first choice with `room` tokens left."""
         known = type(self).model_fields.keys() & _PLAIN
+        limit = self.limit()
         return tpb.SamplingParams(
             **{name: value for name in known if (value := getattr(self, name)) is not None},
-            max_tokens=self.limit() or room,
+            max_tokens=room if limit is None else limit,
             stop=self.stops(),
             top_logprobs=self.wanted_logprobs() or 0,
             json_schema=self.json_schema(),
+            prompt_logprobs=self.wanted_prompt_logprobs(),
             seed=self.seed,
         )
 

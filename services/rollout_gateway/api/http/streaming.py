@@ -16,6 +16,7 @@ from paceline.errors import InternalError, PacelineError, Unavailable
 from rollout_gateway.api.http import bodies
 from rollout_gateway.api.http.answers import Answers, B, Event
 from rollout_gateway.api.http.keys import caller_of, gateway_of
+from rollout_gateway.api.http.model_names import check_model
 from rollout_gateway.calls.call import Call, Piece
 
 STREAM_QUEUE = 64
@@ -74,10 +75,14 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
 
     async def handle(request: Request) -> Response:
         caller = await caller_of(request)
-        answers = kind(request, await bodies.read(request, body), caller)
-        gateway = gateway_of(request)
+        asked, gateway = await bodies.read(request, body), gateway_of(request)
+        asked.check()
+        check_model(gateway, asked.model)
+        answers = kind(request, asked, caller)
         gateway.admit()
-        calls = [gateway.call(plan) for plan in await answers.plans()]
+        plans = await answers.plans()
+        request.state.overridden = plans[0].overridden
+        calls = [gateway.call(plan) for plan in plans]
         answer: Response
         if answers.body.stream:
             answer = EventStream(_events(calls, answers))

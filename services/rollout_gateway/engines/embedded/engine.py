@@ -78,6 +78,7 @@ class EmbeddedEngine:
         self._memory = EngineMemory(parts if weights.memory_saver else {})
         capabilities = {
             Capability.PENALTIES: True,
+            Capability.PROMPT_LOGPROBS: True,
             Capability.CAPTURE: capture.possible,
             Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
             Capability.REJECTED_ROWS: capture.takes_rejected,
@@ -105,6 +106,8 @@ class EmbeddedEngine:
         for sequence in rows:
             sequence.stages.cached()
         self._grammars.advance(rows)
+        for sequence in rows:
+            sequence.end_scored()
         slots = [slot for slot in ready if self._scheduler.running[slot].finish is None]
         if slots:
             draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)

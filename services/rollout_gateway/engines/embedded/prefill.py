@@ -17,6 +17,7 @@ from paceline.models.decoder import forward_hidden, make_block
 from rollout_gateway.engines.embedded.capture import Capture, sequence_rows
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
+from rollout_gateway.engines.embedded.prompt_scores import score_prompt
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.requests.sequence import RunningSequence
@@ -83,19 +84,21 @@ class Prefill:
                 part[leader_of_row] for part in (positions, token_ids, hidden)
             )
 
-        for sequence, count in zip(rows, counts, strict=True):
+        for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
+            if sequence.scoring:
+                score_prompt(self._weights.policy, sequence, hidden[row, :count])
             sequence.cached += count
         self._write(rows, counts, positions, token_ids, hidden)
 
     def _reuse(self) -> None:
         """Sequences of which nothing is cached begin with a copy; rows of its tokens are captured
-        from kept states.
+        from kept states. One whose prompt is scored computes it.
         """
         running = self._scheduler.running
         fresh = [
             slot
             for slot, sequence in enumerate(running)
-            if sequence.cached == 0 and sequence.lacking > 0
+            if sequence.cached == 0 and sequence.lacking > 0 and not sequence.scoring
         ]
         if not fresh:
             return

@@ -11,7 +11,7 @@ from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.nouns import Capability, Request, missing
 from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
-from rollout_gateway.engines.sampling import check_prompt, check_sampling
+from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
 
 
 def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:
@@ -19,6 +19,7 @@ def check_capabilities(engine: str, capabilities: Collection[Capability], reques
     asked = {
         Capability.CAPTURE: request.capture,
         Capability.PENALTIES: request.sampling.adjusted,
+        Capability.PROMPT_LOGPROBS: request.sampling.scored,
         Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
     }
     for capability, wanted in asked.items():
@@ -64,6 +65,7 @@ class Admission:
                 )
 
         eos = () if sampling.ignore_eos else self._eos
+        self._check_room(sampling, limit, frozenset((*eos, *sampling.stop_token_ids)))
         return RunningSequence(
             request=request,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
@@ -75,6 +77,22 @@ class Admission:
             alternatives=[()] * len(said),
             told=len(said),
         )
+
+    def _check_room(self, sampling: Sampling, limit: int, stops: frozenset[int]) -> None:
+        """Raises InvalidInput for a response that would have to end before it may."""
+        if not sampling.min_tokens:
+            return
+        if sampling.min_tokens > limit:
+            raise InvalidInput(
+                "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=limit
+            )
+        drawable = set(sampling.allowed_token_ids) or set(range(self._vocab_size))
+        if drawable <= stops:
+            raise InvalidInput(
+                "min_tokens leaves no token that could be drawn",
+                seen="stops alone in allowed_token_ids" if sampling.allowed_token_ids else "stops",
+                allowed="a token that ends nothing",
+            )
 
     def _load_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -1,5 +1,5 @@
-"""Penalties and logit bias of the requests that run: what each has said so far, counted as it
-grows.
+"""Penalties, logit bias and forbidden tokens of the requests that run: what each has said so far,
+counted as it grows.
 
 The counts are kept by sequence, so that they survive slots that move and caches that are rebuilt.
 The formulas and the counts at draft nodes are paceline.models.penalties'.
@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.models.penalties import PenaltyParams, add_bias_, node_counts, penalised
+from paceline.models.penalties import (
+    PenaltyParams,
+    add_bias_,
+    node_counts,
+    node_depths,
+    penalised,
+)
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
@@ -82,8 +88,13 @@ class Penalties:
                 logits[index], holds, counts, _params(counting.values(), logits.device)
             )
 
+        confined = any(one.request.sampling.confined for one in asking.values())
+        depths = node_depths(token_ids, parents) if confined else token_ids
         for row, sequence in asking.items():
             _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
+            if sequence.request.sampling.confined:
+                told = len(sequence.tokens) + len((ahead or {}).get(row, ()))
+                _forbid_(adjusted[row], sequence, depths[row] + told)
         return adjusted
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
@@ -129,3 +140,19 @@ def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
             [value for _, value in bias], dtype=logits.dtype, device=logits.device
         )
         add_bias_(logits, token_ids, values)
+
+
+def _forbid_(logits: Tensor, sequence: RunningSequence, indices: Tensor) -> None:
+    """Set what may not be drawn to -inf in logits [Q, V]; indices int64 [Q]: of the response's
+    tokens that are drawn from them.
+    """
+    asked, device = sequence.request.sampling, logits.device
+    if asked.allowed_token_ids:
+        forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=device)
+        forbidden[torch.tensor(asked.allowed_token_ids, device=device)] = False
+        logits.masked_fill_(forbidden, -torch.inf)
+    ends = [token for token in sequence.stop_ids if token < logits.shape[-1]]
+    if asked.min_tokens and ends:
+        stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+        stops[torch.tensor(ends, device=device)] = True
+        logits.masked_fill_((indices < asked.min_tokens)[:, None] & stops, -torch.inf)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
-from rollout_gateway.engines.nouns import Chunk, Finish, Request
+from rollout_gateway.engines.nouns import Chunk, Finish, PromptScore, Request
 from rollout_gateway.engines.requests.stages import Stages
 
 BYTES_PER_CHARACTER = 4
@@ -35,10 +35,22 @@ class StopText:
         # the last one.
         self._window = max(len(stop) for stop in stops) * BYTES_PER_CHARACTER + WINDOW_SLACK
 
-    def match(self, tokens: list[int]) -> str:
-        """The stop string that the text of the tokens contains near its end; empty when none."""
-        text = self._tokenizer.decode(tokens[-self._window :], skip_special_tokens=False)
-        return next((stop for stop in self._stops if stop in text), "")
+    def match(self, tokens: list[int], least: int = 0) -> str:
+        """The stop string that the text of the tokens contains near its end; empty when none, and
+        before there are `least` tokens: one that an earlier token ends counts for nothing.
+        """
+        if len(tokens) < least:
+            return ""
+        text = self._text(tokens[-self._window :])
+        before = tokens[-self._window : max(least - 1, 0)]
+        early = len(self._text(before)) if least and before else 0
+        return next(
+            (stop for stop in self._stops if text.find(stop, max(early - len(stop) + 1, 0)) >= 0),
+            "",
+        )
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +74,8 @@ class RunningSequence:
     copied: int = 0  # prompt tokens whose cache came from another sequence
     stale: bool = False  # some of what is cached was computed under an earlier policy
     told: int = 0  # response tokens already reported
+    # of the prompt's tokens from the second on, where they are asked for; None once they are told
+    prompt_scores: list[PromptScore] | None = field(default_factory=list)
     smallest_gap: float = float("inf")
     finish: Finish | None = None
     error: str = ""  # why, when it ends by a fault of its own
@@ -113,9 +127,10 @@ class RunningSequence:
         return taken
 
     def _ended(self, token: int) -> bool:
+        least = self.request.sampling.min_tokens
         if token in self.stop_ids:
             self.finish = Finish.STOP
-        elif self.stop_text is not None and (matched := self.stop_text.match(self.tokens)):
+        elif self.stop_text is not None and (matched := self.stop_text.match(self.tokens, least)):
             self.matched_stop, self.finish = matched, Finish.STOP
         elif len(self.tokens) >= self.token_limit:
             self.finish = Finish.LENGTH
@@ -151,11 +166,14 @@ class RunningSequence:
         """Forget what was cached: everything is prefilled again."""
         self.cached = self.copied = 0
         self.stale = False
+        if self.prompt_scores is not None:
+            self.prompt_scores.clear()
 
     def chunk(self) -> Chunk:
         """News since the last chunk."""
         told, self.told = self.told, len(self.tokens)
         ended, drawn = self.finish is not None, self._drawn(told)
+        scores = self._new_scores()
         return Chunk(
             request_id=self.request.request_id,
             token_ids=tuple(self.tokens[told:]),
@@ -171,7 +189,26 @@ class RunningSequence:
             time_to_first_token_s=self.first_token_s,
             matched_stop=self.matched_stop,
             stages=self.stages.times(len(self.request.known) - self.copied) if ended else (),
+            prompt_scores=scores,
         )
+
+    def end_scored(self) -> None:
+        """A request that generates nothing ends when its prompt is cached."""
+        if self.token_limit == 0:
+            self.finish = Finish.LENGTH
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probs of the prompt have yet to be computed or told."""
+        return self.request.sampling.scored and self.prompt_scores is not None
+
+    def _new_scores(self) -> tuple[PromptScore, ...]:
+        """The prompt's, once they are whole."""
+        scores = self.prompt_scores
+        if scores is None or len(scores) < len(self.request.prompt) - 1:
+            return ()
+        self.prompt_scores = None
+        return tuple(scores) if self.request.sampling.scored else ()
 
     def _drawn(self, told: int) -> list[tuple[tuple[int, int], DrawnBy]]:
         """(start, end) of the tokens from `told` on, and what drew them."""

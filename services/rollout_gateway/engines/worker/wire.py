@@ -30,7 +30,7 @@ from rollout_gateway.engines.nouns import (
     Request,
     RowLayout,
 )
-from rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
 
 E = TypeVar("E", bound=Enum)
 
@@ -102,6 +102,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "repetition_penalty": lambda factor: factor or 1.0,
     "stop": tuple,
     "stop_token_ids": tuple,
+    "allowed_token_ids": lambda ids: tuple(sorted(set(ids))),
     "logit_bias": lambda bias: tuple(sorted(bias.items())),
 }
 """Parameters whose wire form is another: repeated fields, and 0 for what was left out."""
@@ -115,6 +116,8 @@ def sampling_from(message: tpb.SamplingParams) -> Sampling:
     }
     if not message.HasField("seed"):
         values["seed"] = UNSEEDED
+    if not message.HasField("prompt_logprobs"):
+        values["prompt_logprobs"] = UNSCORED
     return Sampling(**values)
 
 
@@ -122,6 +125,8 @@ def sampling_to(sampling: Sampling) -> tpb.SamplingParams:
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _SAMPLING}
     if sampling.seed == UNSEEDED:
         del values["seed"]
+    if not sampling.scored:
+        del values["prompt_logprobs"]
     return tpb.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
@@ -158,9 +163,14 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         behavior_logprobs=chunk.behavior_logprobs,
         version_spans=[to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
         draw_spans=[to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
-        top_logprobs=[
-            pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
-            for row in chunk.top_logprobs
+        top_logprobs=[_alternatives_to(row) for row in chunk.top_logprobs],
+        prompt_scores=[
+            pb.PromptScore(
+                logprob=one.logprob,
+                rank=one.rank,
+                top=_alternatives_to(one.top) if one.top else None,
+            )
+            for one in chunk.prompt_scores
         ],
     )
     if chunk.finish is not None:
@@ -174,6 +184,10 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         message.stages.extend(to_message(one, pb.StageTime) for one in chunk.stages)
 
     return message
+
+
+def _alternatives_to(row: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
+    return pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
 
 
 def health_to(load: EngineLoad, versions: VersionSet) -> pb.WorkerHealth:

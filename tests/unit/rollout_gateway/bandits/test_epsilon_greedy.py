@@ -154,7 +154,9 @@ def test_an_arm_that_is_far_slower_in_the_nearest_group_is_not_tried() -> None:
     hoped = make(epsilon=0.5)
     play(hoped, 50, {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}, batch=4)
     found = play(hoped, 300, {"off": 100.0, "a:3_1_4": 90.0, "b:3_1_4": 140.0}, batch=1)
-    assert found.most_common(1)[0][0] == "b:3_1_4", "what is explored by chance is found all the same"
+    assert found.most_common(1)[0][0] == "b:3_1_4", (
+        "what is explored by chance is found all the same"
+    )
 
 
 def test_reports_hold_rate_and_explorations() -> None:

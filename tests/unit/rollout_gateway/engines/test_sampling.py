@@ -32,12 +32,14 @@ PROMISED = {
     "max_tokens": ([1, 2**31 - 1], [0, 2**31]),
     "temperature": ([0.0, 10.0], [-0.5, 10.5, math.nan, math.inf]),
     "top_p": ([0.25, 1.0], [-0.5, 1.5, math.nan]),
-    "top_k": ([0, 2**31 - 1], [-1]),
+    "top_k": ([0, 2**31 - 1], [-2]),
     "min_p": ([0.0, 1.0], [-0.5, 1.5, math.nan]),
     "top_logprobs": ([0, 20], [21]),
     "presence_penalty": ([-2.0, 2.0], [-2.5, 2.5, math.nan]),
     "frequency_penalty": ([-2.0, 2.0], [-2.5, 2.5, math.nan]),
     "repetition_penalty": ([0.125, 10.0], [0.05, 10.5, math.nan]),
+    "min_tokens": ([0, 1], [-1, 2**31]),
+    "prompt_logprobs": ([0, 20], [21]),
 }
 
 
@@ -87,7 +89,7 @@ def test_every_door_accepts_and_refuses_the_same(
     door: Callable[[str, float], None], name: str
 ) -> None:
     good, bad = PROMISED[name]
-    if door is over_grpc and name in ("max_tokens", "top_k", "top_logprobs"):
+    if door is over_grpc and name in ("max_tokens", "top_k", "top_logprobs", "min_tokens"):
         bad = [value for value in bad if 0 <= value < 2**31]  # the wire holds no others
     assert [value for value in good if not accepts(door, name, value)] == []
     assert [value for value in bad if accepts(door, name, value)] == []
@@ -112,7 +114,7 @@ def test_a_parameter_that_nobody_declared_harmless_cannot_be_trained() -> None:
     off = Sampling(1, 1)
     assert untrainable(off) == {}
     free = {"seed", "max_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"}
-    free |= {"top_logprobs"}
+    free |= {"top_logprobs", "prompt_logprobs", "include_stop_str_in_output"}
     for field in fields(Sampling):
         if field.name in free:
             continue
@@ -123,7 +125,7 @@ def test_a_parameter_that_nobody_declared_harmless_cannot_be_trained() -> None:
 
 def test_a_parameter_stands_in_every_list_that_the_recipe_names() -> None:
     """The five files of CONTRIBUTING's recipe; the wire's own list is held by test_engine_wire."""
-    not_openai = {"stop_token_ids", "json_schema"}  # response_format is its spelling there
+    not_openai = {"json_schema"}  # response_format is its spelling there
     names = {field.name for field in fields(Sampling)} - not_openai
     assert names <= set(ChatBody.model_fields)
     assert names <= set(ChatOptions.__annotations__)

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from rollout_gateway.api.http import bodies
 from rollout_gateway.api.http.anthropic.schema import ConversationBody
 from rollout_gateway.api.http.keys import caller_of, gateway_of
+from rollout_gateway.api.http.model_names import check_model
 from rollout_gateway.chat.text import TextCodec
 
 COUNTED_CONTEXTS = 8
@@ -21,6 +22,7 @@ async def count_tokens(request: Request) -> Response:
     """Tokens under the chat template; nothing is generated and no session begins."""
     await caller_of(request)
     body, gateway = await bodies.read(request, ConversationBody), gateway_of(request)
+    check_model(gateway, body.model)
     counted = COUNTED_CONTEXTS * gateway.router.ready.max_sequence_tokens
     count = partial(_tokens, body, gateway.codec, counted)
     return JSONResponse({"input_tokens": await gateway.aside.run(request.state.body_bytes, count)})

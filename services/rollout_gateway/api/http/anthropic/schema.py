@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
+from rollout_gateway.api.http.beyond import MESSAGES
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
@@ -22,7 +23,6 @@ from rollout_gateway.api.http.shapes import (
     JsonObject,
     JsonValue,
     Limit,
-    NullIs,
     Off,
     SampledBody,
     Several,
@@ -192,6 +192,7 @@ class OutputConfig(StrictShape):
 class ConversationBody(StrictShape):
     """POST /v1/messages/count_tokens, and what a message needs as well."""
 
+    beyond = MESSAGES
     model: str | None = None
     messages: Several[MessageBody] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts | None = None
@@ -238,7 +239,7 @@ class MessagesBody(ConversationBody, SampledBody):
     """POST /v1/messages."""
 
     max_tokens: Limit
-    top_k: Annotated[TopK, NullIs(0)] = 0
+    top_k: TopK = 0
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
     output_config: OutputConfig | None = None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -32,22 +33,40 @@ class _Choices(Answers[B]):
     def _said(self, call: Call) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _news(self, index: int, piece: Piece) -> dict[str, Any]: ...
+    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]: ...
 
     @abstractmethod
     def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]: ...
 
+    def __init__(self, request: Request, body: B, caller: Caller) -> None:
+        super().__init__(request, body, caller)
+        self._started: set[int] = set()
+
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         choices = [
-            self._choice(index, call.whole, self._said(call), call.finish)
+            self._choice(index, call, call.whole, self._said(call), call.finish)
             for index, call in enumerate(calls)
         ]
-        return {**self._head(chunk=False), "choices": choices, "usage": self._usage(calls)}
+        head = self._head(chunk=False) | self._once(calls[0])
+        return {**head, "choices": choices, "usage": self._usage(calls)}
 
     def piece(self, index: int, call: Call, piece: Piece) -> Iterator[Event]:
-        news = self._news(index, piece)
-        choice = self._choice(index, piece.chunk, news, piece.finish, piece.start)
-        yield {**self._head(chunk=True), "choices": [choice]}
+        first = index not in self._started
+        head = self._head(chunk=True) | (self._once(call) if not self._started else {})
+        self._started.add(index)
+        news = self._news(piece, first=first)
+        choice = self._choice(
+            index, call, piece.chunk, news, piece.finish, piece.start, first=first
+        )
+        yield {**head, "choices": [choice]}
+
+    def _once(self, call: Call) -> dict[str, Any]:
+        """What an answer holds once of the prompt that all choices share."""
+        return {}
+
+    def _of_prompt(self, call: Call) -> dict[str, Any]:
+        """What each choice holds of its prompt."""
+        return {}
 
     def last(self, calls: Sequence[Call]) -> Iterator[Event]:
         if self.body.with_usage():
@@ -65,28 +84,66 @@ class _Choices(Answers[B]):
         }
 
     def _choice(
-        self, index: int, chunk: pb.TokenChunk, said: dict[str, Any], finish: str, start: int = 0
+        self,
+        index: int,
+        call: Call,
+        chunk: pb.TokenChunk,
+        said: dict[str, Any],
+        finish: str,
+        start: int = 0,
+        *,
+        first: bool = True,
     ) -> dict[str, Any]:
+        """A choice, or news of it that begin behind `start` characters; first: no others came
+        before.
+        """
         finish_reason = _BROKEN.get(finish, finish) or None
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_reason}
+        choice: dict[str, Any] = {"index": index, **said}
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
         if self.body.wanted_logprobs() is not None:
             choice["logprobs"] = self._logprobs(chunk, start)
         if self.body.return_token_ids:
             choice["token_ids"] = list(chunk.token_ids)
+        if first:
+            choice |= self._of_prompt(call)
+        if finish:
+            choice["stop_reason"] = call.stopped_by
         return choice
 
     def _text(self, token: int) -> str:
         return self._gateway.codec.token_text(token)
 
-    def _alternatives(self, chunk: pb.TokenChunk) -> list[list[tuple[str, float]]]:
+    def _alternatives(self, rows: Iterable[pb.TopLogprobs]) -> list[list[tuple[str, float]]]:
         """Most likely tokens by position."""
         return [
             [
                 (self._text(one), value)
                 for one, value in zip(row.token_ids, row.logprobs, strict=True)
             ]
-            for row in chunk.top_logprobs
+            for row in rows
         ]
+
+    def _prompt_facts(self, call: Call) -> dict[str, Any]:
+        """prompt_token_ids and prompt_logprobs, where they are asked for."""
+        facts: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            facts["prompt_token_ids"] = list(call.plan.prompt)
+        if self.body.prompt_logprobs is not None:
+            pairs = zip(call.plan.prompt[1:], call.whole.prompt_scores, strict=True)
+            count = self.body.prompt_logprobs
+            scores = [self._prompt_score(token, score, count) for token, score in pairs]
+            facts["prompt_logprobs"] = [None, *scores]
+        return facts
+
+    def _prompt_score(self, token: int, score: pb.PromptScore, count: int) -> dict[str, Any]:
+        """By token id as text: the token itself and the `count` most likely ones."""
+        top = zip(score.top.token_ids[:count], score.top.logprobs, strict=False)
+        ranked = {one: (value, rank) for rank, (one, value) in enumerate(top, 1)}
+        ranked.setdefault(token, (score.logprob, score.rank))
+        return {
+            str(one): {"logprob": value, "rank": rank, "decoded_token": self._text(one)}
+            for one, (value, rank) in ranked.items()
+        }
 
     def _usage(self, calls: Sequence[Call]) -> dict[str, Any]:
         counted = usage(calls, self.body.n)
@@ -100,13 +157,16 @@ class _Choices(Answers[B]):
 
 
 class CompletionAnswers(_Choices[CompletionBody]):
-    """`text_completion`."""
+    """`text_completion`. With `echo` a choice begins with its prompt."""
 
     prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
 
+    def __init__(self, request: Request, body: CompletionBody, caller: Caller) -> None:
+        super().__init__(request, body, caller)
+        self._echoes: dict[int, str] = {}  # by choice
+
     async def plans(self) -> list[Plan]:
-        self.body.check()
         prompts = self.body.prompts()
         refuse_above(len(prompts) * self.body.n)
         return await self._gateway.planner.completions(self._asked(self.body.n), prompts)
@@ -114,17 +174,59 @@ class CompletionAnswers(_Choices[CompletionBody]):
     def _said(self, call: Call) -> dict[str, Any]:
         return {"text": call.text}
 
-    def _news(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]:
         return {"text": piece.text}
+
+    def _choice(
+        self,
+        index: int,
+        call: Call,
+        chunk: pb.TokenChunk,
+        said: dict[str, Any],
+        finish: str,
+        start: int = 0,
+        *,
+        first: bool = True,
+    ) -> dict[str, Any]:
+        prompt = self._echo(index, call) if self.body.echo else ""
+        if first:
+            said = {"text": prompt + said["text"]}
+        start += len(prompt)
+        choice = super()._choice(index, call, chunk, said, finish, start, first=first)
+        if self.body.echo and first and choice["logprobs"] is not None:
+            choice["logprobs"] = _behind(self._prompt_logprobs(call), choice["logprobs"])
+        return choice
+
+    def _of_prompt(self, call: Call) -> dict[str, Any]:
+        return self._prompt_facts(call)
+
+    def _echo(self, index: int, call: Call) -> str:
+        """The prompt of a choice as text: as it was given, or what its tokens stand for."""
+        if index not in self._echoes:
+            given = self.body.prompts()[index // self.body.n]
+            asked = isinstance(given, str) and not call.plan.cut
+            text = given if asked else self._gateway.codec.decode_all(call.plan.prompt)
+            self._echoes[index] = str(text)
+        return self._echoes[index]
+
+    def _prompt_logprobs(self, call: Call) -> dict[str, Any]:
+        scores, count = call.whole.prompt_scores, self.body.logprobs
+        tokens = [self._text(token) for token in call.plan.prompt]
+        tops = self._alternatives(score.top for score in scores)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None, *(score.logprob for score in scores)],
+            "top_logprobs": [None, *(dict(row[:count]) for row in tops)] if count else None,
+            "text_offset": offsets(tokens, 0),
+        }
 
     def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]:
         tokens = [self._text(token) for token in chunk.token_ids]
-        offsets = [start + sum(map(len, tokens[:index])) for index in range(len(tokens))]
         return {
             "tokens": tokens,
             "token_logprobs": list(chunk.behavior_logprobs),
-            "top_logprobs": [dict(row) for row in self._alternatives(chunk)] or None,
-            "text_offset": offsets,
+            "top_logprobs": [dict(row) for row in self._alternatives(chunk.top_logprobs)] or None,
+            "text_offset": offsets(tokens, start),
         }
 
 
@@ -134,10 +236,6 @@ class ChatAnswers(_Choices[ChatBody]):
     prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, request: Request, body: ChatBody, caller: Caller) -> None:
-        super().__init__(request, body, caller)
-        self._started: set[int] = set()
-
     async def plans(self) -> list[Plan]:
         refuse_above(self.body.n)
         return await self._chat(self.body.request, self.body.n)
@@ -145,11 +243,11 @@ class ChatAnswers(_Choices[ChatBody]):
     def _said(self, call: Call) -> dict[str, Any]:
         return {"message": shown(joined(call.deltas))}
 
-    def _news(self, index: int, piece: Piece) -> dict[str, Any]:
-        news: dict[str, Any] = {}
-        if index not in self._started:
-            self._started.add(index)
-            news["role"] = "assistant"
+    def _once(self, call: Call) -> dict[str, Any]:
+        return self._prompt_facts(call)
+
+    def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]:
+        news: dict[str, Any] = {"role": "assistant"} if first else {}
         delta = piece.delta or Delta(piece.text)
         if delta.reasoning:
             news["reasoning_content"] = delta.reasoning
@@ -160,7 +258,7 @@ class ChatAnswers(_Choices[ChatBody]):
         return {"delta": news}
 
     def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]:
-        alternatives = self._alternatives(chunk) or [[] for _ in chunk.token_ids]
+        alternatives = self._alternatives(chunk.top_logprobs) or [[] for _ in chunk.token_ids]
         return {
             "content": [
                 {
@@ -178,6 +276,17 @@ def refuse_above(count: int) -> None:
     """Raises InvalidInput for more generations in one call than are served."""
     if count > MAX_REQUESTS_PER_CALL:
         raise InvalidInput("prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL)
+
+
+def offsets(tokens: Sequence[str], start: int) -> list[int]:
+    """Where each token's text begins, the first one's at `start`."""
+    return [start, *accumulate(map(len, tokens), initial=start)][1 : len(tokens) + 1]
+
+
+def _behind(prompt: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of a prompt and of what was said after it as those of one text."""
+    both = {name: prompt[name] + (said[name] or []) for name in prompt if prompt[name] is not None}
+    return {**said, **both}
 
 
 def _scored(text: str, logprob: float) -> dict[str, Any]:

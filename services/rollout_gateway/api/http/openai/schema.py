@@ -1,6 +1,6 @@
 """Bodies of the OpenAI-shaped requests.
 
-Owns which fields exist, their types and ranges; unknown fields are ignored.
+Owns which fields exist, their types and ranges; others are judged by beyond.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from rollout_gateway.api.http.beyond import CHAT, COMPLETIONS
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
@@ -22,6 +23,7 @@ from rollout_gateway.api.http.shapes import (
     Limit,
     NullIs,
     Off,
+    OpenShape,
     SampledBody,
     Several,
     Stop,
@@ -33,7 +35,13 @@ from rollout_gateway.api.http.shapes import (
     within,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
-from rollout_gateway.engines.sampling import BIAS, MAX_BIASED_TOKENS
+from rollout_gateway.engines.sampling import (
+    BIAS,
+    INT_LIMIT,
+    MAX_ALLOWED_TOKENS,
+    MAX_BIASED_TOKENS,
+    MAX_STOP_TOKENS,
+)
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -77,22 +85,43 @@ class GenerationBody(SampledBody):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
     max_tokens: Limit | None = None
     top_k: TopK = 0
-    min_p: Annotated[float, within("min_p")] = 0.0
+    min_p: Annotated[float, within("min_p"), NullIs(0.0)] = 0.0
     presence_penalty: Annotated[float, within("presence_penalty"), NullIs(0.0)] = 0.0
     frequency_penalty: Annotated[float, within("frequency_penalty"), NullIs(0.0)] = 0.0
-    repetition_penalty: Annotated[float, within("repetition_penalty")] = 1.0  # extension
+    # Those from here to return_token_ids that OpenAI lacks are spelled as vLLM spells them.
+    repetition_penalty: Annotated[float, within("repetition_penalty"), NullIs(1.0)] = 1.0
+    min_tokens: Annotated[int, within("min_tokens", whole=True), NullIs(0)] = 0
     # JSON spells the ids as text.
     logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
     stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: Off = False
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=MAX_ALLOWED_TOKENS
+    )
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False  # extension: go on after an end token
-    return_token_ids: bool = False  # extension: token_ids in each choice
+    prompt_logprobs: TopLogprobs | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
+    ignore_eos: Off = False  # go on after an end token
+    return_token_ids: Off = False  # token_ids in each choice, prompt_token_ids
 
     def limit(self) -> int | None:
         return self.max_tokens
 
     def stops(self) -> list[str]:
         return stop_list(self.stop)
+
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    def kept_prompt_tokens(self) -> int | None:
+        return self.truncate_prompt_tokens
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "needs a stream", seen="stream=false")
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs", "is not served in a stream", seen="stream=true")
 
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
@@ -102,8 +131,10 @@ class GenerationBody(SampledBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    beyond = COMPLETIONS
     prompt: Prompt
-    max_tokens: Limit | None = 16
+    # 0 with echo or prompt_logprobs: the prompt is scored and nothing generated.
+    max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
     logprobs: TopLogprobs | None = None
     echo: Off = False
     suffix: str | None = None
@@ -112,10 +143,14 @@ class CompletionBody(GenerationBody):
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
-    def check(self) -> None:
-        """Raises FieldError for what is not served."""
+    def wanted_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs]
         if self.echo:
-            raise FieldError("echo", "is not served", seen=True, allowed=False)
+            asked += [self.logprobs, 0 if self.max_tokens == 0 else None]
+        return max((one for one in asked if one is not None), default=None)
+
+    def check(self) -> None:
+        super().check()
         if self.suffix:
             raise FieldError("suffix", "is not served", seen=self.suffix[:40])
         if self.best_of not in (None, self.n):
@@ -136,14 +171,14 @@ class CompletionBody(GenerationBody):
         return list(cast("list[str | list[int]]", self.prompt))
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(OpenShape):
     """The function of a tool call."""
 
     name: str = Field(min_length=1)
     arguments: Arguments = ""
 
 
-class CallBody(BaseModel):
+class CallBody(OpenShape):
     """A tool call in a past message."""
 
     id: str = ""
@@ -151,7 +186,7 @@ class CallBody(BaseModel):
 
 
 class ChatMessage(StrictShape):
-    """One message; unknown fields are ignored."""
+    """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
@@ -176,33 +211,33 @@ class ChatMessage(StrictShape):
         )
 
 
-class ToolBody(BaseModel):
+class ToolBody(OpenShape):
     """A tool; only functions are known."""
 
     type: Literal["function"]
     function: FunctionShape
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(OpenShape):
     """A function by name."""
 
     name: str = Field(min_length=1)
 
 
-class NamedTool(BaseModel):
+class NamedTool(OpenShape):
     """A choice of one tool."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class SchemaBody(BaseModel):
+class SchemaBody(OpenShape):
     """A schema with a name, as response_format carries it."""
 
     json_schema: JsonObject | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(OpenShape):
     """What form the answer has to have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -223,6 +258,7 @@ class ResponseFormat(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
+    beyond = CHAT
     messages: Several[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Limit | None = None
     logprobs: Off = False
@@ -236,6 +272,16 @@ class ChatBody(GenerationBody):
 
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "needs logprobs", seen="logprobs=false")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise FieldError(
+                "max_tokens", "says another limit than max_completion_tokens", seen=both[0]
+            )
 
     def json_schema(self) -> str:
         return "" if self.response_format is None else self.response_format.schema_text()

@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_gateway.api.http import bodies
+from rollout_gateway.api.http.beyond import TOKENS
 from rollout_gateway.api.http.keys import caller_of, gateway_of
+from rollout_gateway.api.http.model_names import check_model
 from rollout_gateway.api.http.openai.schema import ChatMessage, ToolBody
 from rollout_gateway.api.http.shapes import MAX_MESSAGES, MAX_TOOLS, Several, StrictShape
 from rollout_gateway.chat.messages import ChatRequest
@@ -24,6 +26,8 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 class TokenizeBody(StrictShape):
     """POST /tokenize: a text, or a conversation under the chat template."""
 
+    beyond = TOKENS
+    model: str | None = None
     prompt: str | None = None
     messages: Several[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
@@ -42,6 +46,7 @@ class TokenizeBody(StrictShape):
 class DetokenizeBody(StrictShape):
     """POST /detokenize."""
 
+    model: str | None = None
     tokens: list[TokenId]
 
 
@@ -49,6 +54,7 @@ async def tokenize(request: Request) -> Response:
     """The ids of a text or a conversation."""
     await caller_of(request)
     body, gateway = await bodies.read(request, TokenizeBody), gateway_of(request)
+    check_model(gateway, body.model)
     if (body.prompt is None) == (body.messages is None):
         given = [name for name in ("prompt", "messages") if getattr(body, name) is not None]
         raise bodies.FieldError("prompt", "stands alone", seen=given, allowed="prompt, or messages")
@@ -62,6 +68,7 @@ async def detokenize(request: Request) -> Response:
     """The text of ids, special tokens by their names."""
     await caller_of(request)
     body, gateway = await bodies.read(request, DetokenizeBody), gateway_of(request)
+    check_model(gateway, body.model)
     most = CONTEXTS * gateway.router.ready.max_sequence_tokens
     if len(body.tokens) > most:
         raise bodies.FieldError("tokens", "are too many", seen=len(body.tokens), allowed=most)

@@ -109,7 +109,6 @@ class ResponsesAnswers(Answers[ResponsesBody]):
         self._sent = 0
 
     async def plans(self) -> list[Plan]:
-        self.body.check()
         if (before := self.body.previous_response_id) is not None:
             stored = self._past.get(before, self._caller, "previous_response_id")
             self._before = stored.messages

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, Tag
 
+from rollout_gateway.api.http.beyond import RESPONSES
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
@@ -131,6 +132,7 @@ class TextConfig(StrictShape):
 class ResponsesBody(SampledBody):
     """POST /v1/responses."""
 
+    beyond = RESPONSES
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None

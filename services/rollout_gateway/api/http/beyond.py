@@ -1,0 +1,219 @@
+"""What a request may hold beyond the fields that are served: one table for each API.
+
+A field that no shape declares is refused by name, since an answer would be another than was asked
+for. Two kinds are not: `harmless` ones, which change nothing that a caller could miss in an answer,
+are told in the header x-paceline-ignored; `neutral` ones ask for what happens anyway. Null asks for
+nothing, and so does what is empty.
+
+Paths are spelled as in errors, without indices: messages[].cache_control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from paceline.errors import InvalidInput
+
+IGNORED_HEADER = "x-paceline-ignored"
+SHOWN_CHARACTERS = 100
+Values = tuple[Any, ...] | None
+"""Values of a field; None: any."""
+
+
+class UnknownField(InvalidInput):
+    """A field of the body that is not served."""
+
+    def __init__(self, path: str, value: object, allowed: Values) -> None:
+        super().__init__(
+            f"{path}: is not served",
+            reason="UNKNOWN_PARAMETER",
+            seen=repr(value)[:SHOWN_CHARACTERS],
+            allowed=" or ".join(map(repr, allowed)) if allowed else "none",
+        )
+        self.field = path
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """Fields of one API that no shape declares and that are not refused."""
+
+    harmless: Mapping[str, Values] = field(default_factory=dict)
+    neutral: Mapping[str, Values] = field(default_factory=dict)
+
+    def judge(self, body: BaseModel) -> tuple[str, ...]:
+        """Paths of the harmless fields that a body holds, sorted; forgets all it holds beyond.
+
+        Raises UnknownField for any other.
+        """
+        ignored = set()
+        for path, spelled, value in _extras(body, "", ""):
+            if value in (None, "", [], {}):
+                continue
+            if _among(value, self.harmless, path):
+                ignored.add(path)
+            elif not _among(value, self.neutral, path):
+                known = (self.neutral.get(path) or ()) + (self.harmless.get(path) or ())
+                raise UnknownField(spelled, value, known)
+        return tuple(sorted(ignored))
+
+
+def _among(value: object, table: Mapping[str, Values], path: str) -> bool:
+    if path not in table:
+        return False
+    allowed = table[path]
+    return allowed is None or any(type(one) is type(value) and one == value for one in allowed)
+
+
+def _extras(value: Any, path: str, spelled: str) -> Iterator[tuple[str, str, Any]]:
+    """(path without indices, with them, value) of every field that no shape declares."""
+    if isinstance(value, list):
+        if value and isinstance(value[0], BaseModel):
+            for index, one in enumerate(value):
+                yield from _extras(one, f"{path}[]", f"{spelled}[{index}]")
+        return
+    if not isinstance(value, BaseModel):
+        return
+    dot = "." if path else ""
+    extra, value.__pydantic_extra__ = value.__pydantic_extra__ or {}, {}
+    for name, given in extra.items():
+        shown = name[:SHOWN_CHARACTERS]
+        yield f"{path}{dot}{shown}", f"{spelled}{dot}{shown}", given
+    fields = type(value).model_fields
+    for name, given in value.__dict__.items():
+        if isinstance(given, BaseModel | list):
+            shown = fields[name].alias or name
+            yield from _extras(given, f"{path}{dot}{shown}", f"{spelled}{dot}{shown}")
+
+
+def _any(*paths: str) -> dict[str, Values]:
+    """Each with any value."""
+    return dict.fromkeys(paths)
+
+
+_OF_A_CALLER = _any(
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "stream_options.include_obfuscation",
+)
+"""Who asks, what is billed, where a cache may be found: nothing of it is in an answer."""
+_CHAT_MESSAGES = _any(
+    "messages[].refusal",
+    "messages[].annotations",
+    "messages[].parsed",
+    "messages[].reasoning",
+    "messages[].id",
+    "messages[].cache_control",
+    "messages[].content[].cache_control",
+    "messages[].content[].annotations",
+    "messages[].tool_calls[].index",
+    "messages[].tool_calls[].function.parsed_arguments",
+    "tools[].cache_control",
+    "tools[].function.cache_control",
+    "tools[].function.strict",
+)
+"""What clients send back with a history, and marks for caches of prompts."""
+_CHAT_PARTS: dict[str, Values] = {
+    "messages[].tool_calls[].type": ("function",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_SAMPLED: dict[str, Values] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "no_stop_trim": (False,),
+    "priority": (0,),
+}
+"""vLLM's and SGLang's own parameters at the values that switch them off."""
+
+COMPLETIONS = Beyond(_OF_A_CALLER, {**_SAMPLED, "add_special_tokens": (True,)})
+CHAT = Beyond(
+    {
+        **_OF_A_CALLER,
+        **_CHAT_MESSAGES,
+        **_any(
+            "parallel_tool_calls",
+            "prediction",
+            "reasoning_effort",
+            "verbosity",
+            "response_format.json_schema.name",
+            "response_format.json_schema.description",
+        ),
+    },
+    {
+        **_SAMPLED,
+        **_CHAT_PARTS,
+        "modalities": (["text"],),
+        "add_special_tokens": (False,),
+        "best_of": (1,),
+        "separate_reasoning": (True,),
+        "include_reasoning": (True,),
+        "response_format.json_schema.strict": (True, False),
+    },
+)
+TOKENS = Beyond(_CHAT_MESSAGES, {**_CHAT_PARTS, "return_token_strs": (False,)})
+RESPONSES = Beyond(
+    {
+        **_OF_A_CALLER,
+        **_any(
+            "client_metadata",
+            "max_tool_calls",
+            "reasoning",
+            "stream_options",
+            "text.verbosity",
+            "text.format.description",
+            "input[].id",
+            "input[].status",
+            "input[].phase",
+            "input[].encrypted_content",
+            "input[].content[].annotations",
+            "input[].content[].logprobs",
+        ),
+        "include": (["reasoning.encrypted_content"],),
+    },
+    {
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "text.format.strict": (True, False),
+        "input[].content[].type": None,
+        "input[].summary[].type": None,
+    },
+)
+MESSAGES = Beyond(
+    _any(
+        "metadata",
+        "service_tier",
+        "inference_geo",
+        "thinking",
+        "context_management",
+        "cache_control",
+        "output_config.effort",
+        "system[].cache_control",
+        "system[].citations",
+        "messages[].content[].cache_control",
+        "messages[].content[].citations",
+        "messages[].content[].signature",
+        "messages[].content[].data",
+        "messages[].content[].caller",
+        "messages[].content[].content[].cache_control",
+        "messages[].content[].content[].citations",
+        "tools[].cache_control",
+        "tools[].eager_input_streaming",
+        "tools[].input_examples",
+        "tools[].strict",
+        "tool_choice.disable_parallel_tool_use",
+    ),
+    {"tools[].defer_loading": (False,)},
+)

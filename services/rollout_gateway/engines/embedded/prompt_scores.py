@@ -1,0 +1,48 @@
+"""Log-probs of a prompt's own tokens, from the states that its prefill computes.
+
+They are those of log_softmax(logits / temperature), as of every token that is drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.models.decoder import DecoderWeights, head_logits
+from paceline.models.sampling import behavior_logprobs, top_alternatives
+from rollout_gateway.engines.nouns import PromptScore
+from rollout_gateway.engines.requests.sequence import RunningSequence
+
+SCORED_ROWS = 128
+"""Rows of logits at a time: of a long prompt they would be larger than the model."""
+
+
+def score_prompt(policy: DecoderWeights, sequence: RunningSequence, hidden: Tensor) -> None:
+    """Appends the scores of the tokens behind those that were just cached.
+
+    hidden [n, W]: states at the tokens from `sequence.cached` on, which is not moved yet. The last
+    known token of a response that goes on is no prompt's and is left out.
+    """
+    scores, asked = sequence.prompt_scores, sequence.request.sampling
+    assert scores is not None
+    first = sequence.cached + 1
+    tokens = torch.tensor(sequence.request.prompt[first : first + len(hidden)], dtype=torch.int64)
+    states = hidden[: len(tokens)]
+    for part, wanted in zip(states.split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True):
+        logits = head_logits(policy, part)
+        scores += _scores(
+            logits, wanted.to(logits.device), asked.temperature, asked.prompt_logprobs
+        )
+
+
+def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[PromptScore]:
+    """Of tokens int64 [n] under logits [n, V], with `count` alternatives each."""
+    if not len(tokens):
+        return []
+    temperatures = torch.full((len(tokens),), temperature, device=logits.device)
+    logprobs = behavior_logprobs(logits, temperatures)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    tops = top_alternatives(logits, temperature, count) if count else [()] * len(tokens)
+    columns = (chosen[:, 0].tolist(), ranks.tolist(), tops)
+    return [PromptScore(*one) for one in zip(*columns, strict=True)]
