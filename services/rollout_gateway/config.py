@@ -81,6 +81,9 @@ class SessionsConfig(Config):
     """Tokens kept for one session, prompts and responses."""
     max_parallel: int = Field(default=32, ge=1)
     """Requests of one session under way at most."""
+    ended_tokens: int = Field(default=1 << 18, ge=0)
+    """Tokens of ended sessions kept for their export, those of the last ones; some 100 bytes each.
+    """
     group_deadline_s: float = Field(default=3600, gt=0)
     """Seconds from the first sibling's end until a group closes as it is."""
 

@@ -124,6 +124,9 @@ def init(
     ] = None,
     heldout: Annotated[Path | None, typer.Option(help="task file of evaluations")] = None,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
+    agents: Annotated[
+        bool, typer.Option("--agents", help="agents claim the tasks; else the gateway answers")
+    ] = False,
 ) -> None:
     """Write a commented TOML of a run that trains a model."""
     from paceline.cli.init import write_settings
@@ -131,7 +134,13 @@ def init(
     workers = usable_cores()
     try:
         plan = write_settings(
-            out, model, tasks=tasks, heldout=heldout, reward=reward, workers=workers
+            out,
+            model,
+            tasks=tasks,
+            heldout=heldout,
+            reward=reward,
+            workers=workers,
+            agents=agents,
         )
     except PacelineError as error:
         raise refused(error) from error

@@ -30,7 +30,7 @@ min_workers_for_training = 1
 [coordinator.sampling]
 temperature = 1.0
 max_tokens = 512
-
+{judged}
 [gateway]
 model = {model}
 drafter = "eagle"             # begins with nothing; or off, ngram, a directory
@@ -65,12 +65,31 @@ reward = {reward}       # of rollout_gateway.rewards, or package.module:rule"""
 _AGENT = """\
 environment = "external"      # the tasks of your agents: docs/agents.md
 reward = "agent"              # whoever answers scores"""
+_CLAIMED = """\
+environment = "external"      # agents claim the tasks: docs/agents.md
+tasks_path = {tasks}
+{heldout}
+reward = {reward}       # of what an agent leaves unscored; "agent": nothing of it is trained"""
+_JUDGED = """
+[coordinator.evaluation]      # the gateway itself answers the held-out tasks
+environment = "single_turn"
+reward = {reward}
+"""
 
 
 def write_settings(
-    file: Path, model: Path, *, tasks: Path | None, heldout: Path | None, reward: str, workers: int
+    file: Path,
+    model: Path,
+    *,
+    tasks: Path | None,
+    heldout: Path | None,
+    reward: str,
+    workers: int,
+    agents: bool = False,
 ) -> Checked:
     """Writes a commented TOML of a run that trains this model, and returns what the run would get.
+
+    `agents`: agents from outside claim the tasks; without tasks they bring their own.
 
     Raises ConfigError for a file that is there already, and for settings that cannot work.
     """
@@ -84,8 +103,13 @@ def write_settings(
         "model": str(model),
     }
     quoted = {key: _quoted(value) for key, value in values.items()}
+    claimed = agents and tasks is not None
     text = _TEMPLATE.format(
-        file=file, tasks=_tasks(tasks, heldout, reward), workers=workers, **quoted
+        file=file,
+        tasks=_tasks(_CLAIMED if claimed else _OWN_TASKS, tasks, heldout, reward),
+        judged=_JUDGED.format(reward=_quoted(_judge(reward))) if claimed else "",
+        workers=workers,
+        **quoted,
     )
     write_whole(file, text)
     try:
@@ -95,11 +119,16 @@ def write_settings(
         raise
 
 
-def _tasks(tasks: Path | None, heldout: Path | None, reward: str) -> str:
+def _tasks(template: str, tasks: Path | None, heldout: Path | None, reward: str) -> str:
     if tasks is None:
         return _AGENT
     held = f"heldout_path = {_quoted(str(heldout))}" if heldout else "# heldout_path = ..."
-    return _OWN_TASKS.format(tasks=_quoted(str(tasks)), heldout=held, reward=_quoted(reward))
+    return template.format(tasks=_quoted(str(tasks)), heldout=held, reward=_quoted(reward))
+
+
+def _judge(reward: str) -> str:
+    """Who scores the held-out tasks, which no agent sees."""
+    return "math_answer" if reward == "agent" else reward
 
 
 def _quoted(text: str) -> str:

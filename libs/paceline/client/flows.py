@@ -174,17 +174,28 @@ def opening(call: GatewayCall[Any], settings: ClientSettings) -> Flow[None]:
 
 
 def next_task(
-    timeout_s: float, session_timeout_s: float | None, settings: ClientSettings
+    timeout_s: float,
+    session_timeout_s: float | None,
+    settings: ClientSettings,
+    *,
+    heard: bool = False,
 ) -> Flow[OpenedSession | None]:
     """A session for the next task; None when none came for `timeout_s`.
 
-    Raises as `ask` does.
+    `heard`: the gateway has answered before. When it is away then, its run is over or it starts
+    again: no task comes. Raises as `ask` does.
     """
     clock = settings.backoff.clock
     end = clock() + check_seconds("timeout_s", timeout_s)
     while (asked := clock()) < end:
         wait_s = min(LONG_POLL_S, end - asked)
-        opened = yield from ask(calls.claim(wait_s, session_timeout_s), settings)
+        try:
+            opened = yield from ask(calls.claim(wait_s, session_timeout_s), settings)
+        except Unavailable:
+            if not heard:
+                raise
+            opened = None
+        heard = True
         if opened is not None:
             return opened
         early = asked + min(EARLY_S, wait_s) - clock()
@@ -196,10 +207,11 @@ def next_task(
 def answered(attempts: Attempts, settings: ClientSettings) -> Flow[HttpAnswer]:
     """Attempts until one is answered well. Raises as `ask` does."""
     call, clock = attempts.call, attempts.backoff.clock
-    content, headers = call.content(), _headers(call, settings)
+    content = call.content()
     end = clock() + attempts.deadline_s
     while True:
         attempts.number += 1
+        headers = _headers(call, settings)  # a run that begins meanwhile brings its token
         outcome = yield Send(call.method, call.path, headers, content, max(end - clock(), 0.001))
         assert outcome is not None
         if isinstance(outcome, HttpAnswer) and outcome.status in (200, 201, *call.accepts):
@@ -238,7 +250,7 @@ def _attempts(call: GatewayCall[Any], settings: ClientSettings) -> Attempts:
 
 
 def _headers(call: GatewayCall[Any], settings: ClientSettings) -> dict[str, str]:
-    key = call.key or settings.token
+    key = call.key or settings.current_token
     headers = {"accept": "application/json"}
     if key:
         headers["authorization"] = f"Bearer {key}"
