@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 
 from paceline.cli.command import Overrides, console, refused, run_to_exit
-from paceline.errors import NotFound, PacelineError
+from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.local.processes import usable_cores
+from paceline.tasks import Columns
 
 Run = Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")]
 
@@ -91,6 +92,11 @@ def evaluate(
     environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
     solved_above: Annotated[float, typer.Option(help="reward above which one counts")] = 0.5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART=COLUMN", help="where prompt, answer, task_id, system stand"),
+    ] = None,
+    system: Annotated[str, typer.Option(help="the system's message of every task")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Measure a policy on a file of tasks, with a gateway of its own.
@@ -100,6 +106,10 @@ def evaluate(
     from paceline.cli.evaluate import EvaluationOptions
     from paceline.cli.evaluate import evaluate as run_evaluation
 
+    try:
+        columns = _columns(column or [], system)
+    except PacelineError as error:
+        raise refused(error) from error
     options = EvaluationOptions(
         model=model,
         tasks=tasks,
@@ -112,8 +122,21 @@ def evaluate(
         solved_above=solved_above,
         seed=seed,
         overrides=tuple(overrides or ()),
+        columns=columns,
     )
     run_to_exit(run_evaluation(options, console, as_json=as_json))
+
+
+def _columns(given: list[str], system: str) -> Columns:
+    """Raises InvalidInput for a part that a task does not have."""
+    parts = dict(one.partition("=")[::2] for one in given)
+    known = ("prompt", "answer", "task_id", "system")
+    for part, column in parts.items():
+        if part not in known or not column:
+            raise InvalidInput(
+                "--column", seen=f"{part}={column}", allowed=f"{' | '.join(known)}=COLUMN"
+            )
+    return Columns(**parts, system_prompt=system)
 
 
 def init(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.cli.plan import Checked, plan_run
 from paceline.errors import ConfigError
+from paceline.tasks import open_tasks
 from paceline.whole_files import write_whole
 
 _TEMPLATE = """\
@@ -91,10 +92,13 @@ def write_settings(
 
     `agents`: agents from outside claim the tasks; without tasks they bring their own.
 
-    Raises ConfigError for a file that is there already, and for settings that cannot work.
+    Raises ConfigError for a file that is there already, and for settings that cannot work;
+    TaskFileError for tasks that cannot be read.
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
+    for path in filter(None, (tasks, heldout)):
+        open_tasks(path)
     name = file.stem
     values = {
         "id": name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypeVar
@@ -34,6 +34,8 @@ REFUSED_UNBEGUN = (429, 503)
 LOST_ON_THE_WAY = (502, 504)
 """A proxy lost the answer: the gateway may have done what was asked."""
 LONG_POLL_S = 30.0
+LATE_S = 10.0
+"""A gateway that has answered before may take so long beyond a wait."""
 EARLY_S = 1.0
 """A gateway that answers "no task" without waiting is asked again after so long."""
 
@@ -189,9 +191,12 @@ def next_task(
     end = clock() + check_seconds("timeout_s", timeout_s)
     while (asked := clock()) < end:
         wait_s = min(LONG_POLL_S, end - asked)
+        claim = calls.claim(wait_s, session_timeout_s)
+        if heard:
+            claim = replace(claim, deadline_s=end - asked + LATE_S)
         try:
-            opened = yield from ask(calls.claim(wait_s, session_timeout_s), settings)
-        except Unavailable:
+            opened = yield from ask(claim, settings)
+        except (Unavailable, DeadlineExceeded):
             if not heard:
                 raise
             opened = None

@@ -84,7 +84,9 @@ class ClientSettings:
             ("generation_deadline_s", generation_deadline_s),
         ):
             check_seconds(name, value)
-        return cls(url, given, deadline_s, generation_deadline_s, backoff or Backoff(), token is None)
+        return cls(
+            url, given, deadline_s, generation_deadline_s, backoff or Backoff(), token is None
+        )
 
 
 def find_token(base_url: str) -> str:

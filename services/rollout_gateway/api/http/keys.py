@@ -72,7 +72,7 @@ async def exportable_session_of(request: Request) -> Session:
         raise FailedPrecondition(
             "the turns of this session are kept no longer",
             seen=f"{found.session_id} ended ({found.state})",
-            allowed="an export soon after the end: gateway.sessions.ended_tokens bounds what is kept",
+            allowed="an export sooner after the end, or more gateway.sessions.ended_tokens",
             reason="SESSION_ENDED",
         )
     return found.session
