@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.command import Overrides, console, refused, run_to_exit
+from paceline.cli.command import MODEL, Overrides, console, refused, run_to_exit, say
 from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
 from paceline.tasks import Columns
 
@@ -81,7 +82,7 @@ def _logs(folder: Path, services: list[str]) -> list[Path]:
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="checkpoint directory in Hugging Face format")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=0, help="the first so many; 0: all")] = 0,
@@ -108,10 +109,11 @@ def evaluate(
 
     try:
         columns = _columns(column or [], system)
+        directory = model_directory(model, say)
     except PacelineError as error:
         raise refused(error) from error
     options = EvaluationOptions(
-        model=model,
+        model=directory,
         tasks=tasks,
         prompts=prompts,
         samples=samples,
@@ -140,7 +142,7 @@ def _columns(given: list[str], system: str) -> Columns:
 
 
 def init(
-    model: Annotated[Path, typer.Argument(help="checkpoint directory in Hugging Face format")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
     tasks: Annotated[
         Path | None, typer.Option(help="task file; without one agents bring the tasks")
@@ -164,6 +166,7 @@ def init(
             reward=reward,
             workers=workers,
             agents=agents,
+            say=say,
         )
     except PacelineError as error:
         raise refused(error) from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from paceline.cli.models import found_models
 from paceline.cli.plan import Checked, plan_run
 from paceline.errors import ConfigError
 from paceline.tasks import open_tasks
@@ -80,17 +82,19 @@ reward = {reward}
 
 def write_settings(
     file: Path,
-    model: Path,
+    model: str,
     *,
     tasks: Path | None,
     heldout: Path | None,
     reward: str,
     workers: int,
     agents: bool = False,
+    say: Callable[[str], None] = print,
 ) -> Checked:
     """Writes a commented TOML of a run that trains this model, and returns what the run would get.
 
-    `agents`: agents from outside claim the tasks; without tasks they bring their own.
+    `model`: a directory, or an id of the Hub. `agents`: agents from outside claim the tasks;
+    without tasks they bring their own. `say` is told what is downloaded.
 
     Raises ConfigError for a file that is there already, and for settings that cannot work;
     TaskFileError for tasks that cannot be read.
@@ -104,7 +108,7 @@ def write_settings(
         "id": name,
         "dir": f"runs/{name}",
         "spans": f"runs/{name}/spans",
-        "model": str(model),
+        "model": model,
     }
     quoted = {key: _quoted(value) for key, value in values.items()}
     claimed = agents and tasks is not None
@@ -117,7 +121,7 @@ def write_settings(
     )
     write_whole(file, text)
     try:
-        return plan_run([file], [])
+        return plan_run([file], found_models([file], [], say))
     except ConfigError:
         file.unlink()
         raise

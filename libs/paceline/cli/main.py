@@ -13,6 +13,7 @@ from rich.console import Console
 import paceline
 from paceline.cli import files, operate
 from paceline.cli.command import (
+    MODEL,
     ConfigFiles,
     LineFormat,
     NoToken,
@@ -22,9 +23,11 @@ from paceline.cli.command import (
     json_wanted,
     refused,
     run_to_exit,
+    say,
     settings_of,
 )
 from paceline.errors import NotFound, PacelineError
+from paceline.local.hub import model_directory
 from paceline.local.services import SERVICES, ServiceSpec
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
@@ -84,9 +87,7 @@ def serve(
     service: Annotated[str, typer.Argument(help=" | ".join(SERVICE_NAMES))],
     overrides: Overrides = None,
     config: ConfigFiles = None,
-    model: Annotated[
-        Path | None, typer.Option(help="checkpoint directory in Hugging Face format")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     engine: Annotated[
         str | None, typer.Option(help="gateway: embedded | sglang | scripted")
     ] = None,
@@ -106,7 +107,7 @@ def serve(
     """
     spec = _service(service)
     given = {
-        "model": model and model.resolve(),
+        "model": model and _model(model),
         "engine.kind": engine,
         "drafter": drafter and _drafter(drafter),
         "addresses.http": http_port is not None and f"127.0.0.1:{http_port}",
@@ -123,6 +124,13 @@ def _service(name: str) -> ServiceSpec:
     try:
         return service_named(name)
     except NotFound as error:
+        raise refused(error) from error
+
+
+def _model(name: str) -> Path:
+    try:
+        return model_directory(name, say).resolve()
+    except PacelineError as error:
         raise refused(error) from error
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.cli.models import merged
 from paceline.cli.play import Play, play
-from paceline.cli.run_files import files_of, parse_override
+from paceline.cli.run_files import files_of
 from paceline.config import ServiceConfig, load_config
-from paceline.config.tables import Tree, merge, read_tables, write_tables
+from paceline.config.tables import write_tables
 from paceline.errors import ConfigError
 from paceline.local.owner import SUPERVISOR, owned
 
@@ -36,14 +37,5 @@ async def run_up(
     again = shlex.join(["paceline", "up", *words, *overrides])
     with owned(run.directory, SUPERVISOR):
         if run.config not in settings:
-            write_tables(run.config, _merged(settings, overrides))
+            write_tables(run.config, merged(settings, overrides))
         return await play(Play(run, settings, overrides, again), console, as_json=as_json)
-
-
-def _merged(files: Sequence[Path], overrides: Sequence[str]) -> Tree:
-    tree: Tree = {}
-    for path in files:
-        merge(tree, read_tables(path))
-    for override in overrides:
-        merge(tree, parse_override(override))
-    return tree

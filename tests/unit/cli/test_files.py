@@ -98,7 +98,9 @@ def test_a_service_without_logs_is_refused_with_those_there_are(run: Path) -> No
 
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    plan = write_settings(file, POLICY, tasks=TASKS, heldout=None, reward="math_answer", workers=2)
+    plan = write_settings(
+        file, str(POLICY), tasks=TASKS, heldout=None, reward="math_answer", workers=2
+    )
     assert any("policy" in line for line in plan.lines)
     found = load_config(CoordinatorConfig, "coordinator", [file])
     assert (found.run.id, found.run.dir) == ("mine", "runs/mine")
@@ -109,7 +111,7 @@ def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
 
 def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
     file = tmp_path / "agents.toml"
-    write_settings(file, POLICY, tasks=None, heldout=None, reward="math_answer", workers=1)
+    write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
     assert load_config(CoordinatorConfig, "coordinator", [file]).environment == "external"
 
 
@@ -117,7 +119,7 @@ def test_settings_are_never_written_over(tmp_path: Path) -> None:
     file = tmp_path / "paceline.toml"
     file.write_text("mine")
     with pytest.raises(ConfigError, match="there already"):
-        write_settings(file, POLICY, tasks=None, heldout=None, reward="math_answer", workers=1)
+        write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
     assert file.read_text() == "mine"
 
 
