@@ -92,6 +92,9 @@ class Answers:
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         raise NotImplementedError
 
+    def score(self, reward: float) -> None:
+        raise NotImplementedError
+
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatTurn:

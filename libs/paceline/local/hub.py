@@ -118,21 +118,21 @@ def _downloaded_before(
     """The snapshot in the cache. Raises ConfigError where there is none, or only a part of one."""
     from huggingface_hub import errors, snapshot_download
 
-    why = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}".strip()
+    why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
     try:
-        found = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except (errors.LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ConfigError(
-            "the Hub cannot be reached, and this model was not downloaded before",
-            seen=f"{repository} ({why})",
-            allowed="a network, a directory, or a model in $HF_HOME",
-        ) from error
-    if not _complete(found):
-        raise ConfigError(
-            "the Hub cannot be reached, and only a part of this model was downloaded before",
-            seen=f"{found} ({why})",
-            allowed="config.json, tokenizer.json and all of its model.safetensors",
+        found = Path(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=[*NEEDED], local_files_only=True
+            )
         )
+    except (errors.LocalEntryNotFoundError, OSError, ValueError):
+        found = None
+    if found is None or not _complete(found):
+        raise ConfigError(
+            "the Hub cannot be reached, and this model was not downloaded before, or only in part",
+            seen=f"{repository} ({why})",
+            allowed="a network, a directory, or a whole model in $HF_HOME",
+        ) from cause
     say(f"the Hub cannot be reached ({why}); {repository} was downloaded before, to {found}")
     return found
 
