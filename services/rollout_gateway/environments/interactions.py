@@ -17,7 +17,7 @@ METADATA = "interaction"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class UserReply:
     """What a user makes of what the model has said."""
 
     text: str = ""
@@ -32,7 +32,7 @@ class Interaction(Protocol):
     """The user of one dialogue. A class of it is built with the task, once for each sample."""
 
     def answer(self, messages: Sequence[Message]) -> Any:
-        """A Reply to the last message, the model's; may be a coroutine."""
+        """A UserReply to the last message, the model's; may be a coroutine."""
         ...
 
 
@@ -77,14 +77,14 @@ class Interactions:
         return own  # type: ignore[no-any-return]
 
 
-async def reply_of(user: Interaction, messages: Sequence[Message]) -> Reply:
-    """What the user says. Raises InvalidInput for what it raises, and for anything but a Reply."""
+async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
+    """What the user says. Raises InvalidInput for what it raises, and for anything but a UserReply."""
     try:
         found = user.answer(messages)
         reply = await found if inspect.isawaitable(found) else found
     except Exception as error:  # a user's class may raise anything
         message = f"an interaction failed: {type(error).__name__}: {error}"
         raise InvalidInput(message, seen=type(user).__name__) from error
-    if not isinstance(reply, Reply):
-        raise InvalidInput("an interaction answers with a Reply", seen=repr(reply)[:80])
+    if not isinstance(reply, UserReply):
+        raise InvalidInput("an interaction answers with a UserReply", seen=repr(reply)[:80])
     return reply

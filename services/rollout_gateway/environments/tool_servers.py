@@ -72,13 +72,25 @@ class ToolServer:
         except PacelineError:
             raise
         except Exception as error:  # the library's own, and what a lost process leaves behind
-            if self._held is None or self._held.done():
+            if await self._lost(client):
                 raise Unavailable(f"the tool server {self._name} was lost: {error}") from error
             raise ToolError(str(error)) from error
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in answer.content)
         if answer.is_error:
             raise ToolError(text)
         return text or "[no output]"
+
+    async def _lost(self, client: Any) -> bool:
+        """Whether a server that has failed a call is gone; the next call then starts it again."""
+        try:
+            async with self._deadline("is silent"):
+                await client.send_ping()
+        except Exception as error:  # noqa: BLE001  # as above
+            log.warning("a tool server was lost", server=self._name, error=repr(error))
+            if client is self._client:
+                await self._leave()
+            return True
+        return False
 
     async def _connected(self) -> Any:
         async with self._turn:

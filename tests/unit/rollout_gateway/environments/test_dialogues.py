@@ -24,7 +24,7 @@ OWN = '''
 import asyncio
 from typing import Annotated
 
-from rollout_gateway.environments.interactions import Reply
+from rollout_gateway.environments.interactions import UserReply
 
 
 async def price(item: str, pieces: int = 1) -> float:
@@ -50,9 +50,9 @@ class Teacher:
     async def answer(self, messages):
         said = messages[-1].content
         if self.task.answer in said:
-            return Reply(reward=1.0, ends=True)
+            return UserReply(reward=1.0, ends=True)
         self.asked += 1
-        return Reply("Try again.", reward=0.0, ends=self.asked == 2)
+        return UserReply("Try again.", reward=0.0, ends=self.asked == 2)
 
 
 class Broken:
@@ -186,7 +186,7 @@ async def test_what_is_no_user_is_refused_before_the_run(
 
 
 async def test_an_answer_that_is_no_reply_fails_the_sample(own: Callable[[str], str]) -> None:
-    with pytest.raises(InvalidInput, match="answers with a Reply; seen: 'a text'"):
+    with pytest.raises(InvalidInput, match="answers with a UserReply; seen: 'a text'"):
         await dialogue(own, silent="Silent").run(task(), Script(says("x")))
 
 
