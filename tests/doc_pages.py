@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,7 @@ MARK = re.compile(
     r"<!-- (?P<how>file|background until|run by|not run): (?P<what>\S.*?) -->", re.DOTALL
 )
 COMMAND_S = patient(60)
+CLI = "paceline.cli.main"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,11 @@ class Reader:
         self.logs: list[Path] = []
         self._said = said
         self._stack = stack
-        binaries = f"{ROOT / '.venv/bin'}{os.pathsep}{Path(sys.executable).parent}"
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # This checkout's, whatever is installed.
+        (own / "paceline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {CLI} "$@"\n')
+        (own / "paceline").chmod(0o700)
+        binaries = f"{own}{os.pathsep}{Path(sys.executable).parent}"
         self._environment = {
             **{name: value for name, value in os.environ.items() if name != "REDIS_URL"},
             "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",

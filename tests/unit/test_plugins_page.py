@@ -115,7 +115,8 @@ async def test_the_environment_asks_twice(examples: dict[str, str]) -> None:
 async def test_the_user_scores_and_ends_the_dialogue(examples: dict[str, str]) -> None:
     own = Interactions({"teacher": examples["gateway.interactions.teacher"]})
     asked = EpisodeTask("t", "6*7=", "42")
-    assert (user := own.of(asked)) is not None
+    user = own.of(asked)
+    assert user is not None
     replies = [await reply_of(user, [Message("assistant", said)]) for said in ("1", "2", "3", "42")]
     assert [one.reward for one in replies] == [0.0, 0.0, 0.0, 1.0]
     assert [one.ends for one in replies] == [False, False, True, True]

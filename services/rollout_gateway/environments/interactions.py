@@ -78,7 +78,7 @@ class Interactions:
 
 
 async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
-    """What the user says. Raises InvalidInput for what it raises, and for anything but a UserReply."""
+    """What the user says. Raises InvalidInput for what it raises, and for no UserReply."""
     try:
         found = user.answer(messages)
         reply = await found if inspect.isawaitable(found) else found
