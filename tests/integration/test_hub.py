@@ -65,6 +65,9 @@ def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_pat
     )
     assert str(found) in served.stdout, served.stderr
     assert not any("model.safetensors" in path for path in hub.asked)
+    words = ("serve", "gateway", "--config", "mine.toml", "--print-config")
+    named = paceline(*words, url=hub.url, home=tmp_path)
+    assert str(found) in named.stdout, named.stderr
 
 
 def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def serve(
         "addresses.http": http_port is not None and f"127.0.0.1:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"127.0.0.1:{grpc_port}",
     }
-    settings = list(settings_of(overrides, no_token))
+    settings = [*_models(config or []), *settings_of(overrides, no_token)]
     settings += [f'{key}="{value}"' for key, value in given.items() if value]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
@@ -124,6 +124,16 @@ def _service(name: str) -> ServiceSpec:
     try:
         return service_named(name)
     except NotFound as error:
+        raise refused(error) from error
+
+
+def _models(files: list[Path]) -> list[str]:
+    """Settings for the models that these files name by their ids."""
+    from paceline.cli.models import found_models
+
+    try:
+        return found_models(files, [], say)
+    except PacelineError as error:
         raise refused(error) from error
 
 
