@@ -20,6 +20,8 @@ EXCEPTIONS = {
     "path/to/file.py": "stands for a user's file",
     "mine.toml": "stands for a user's file",
     "paceline.toml": "what paceline init writes",
+    "first.toml": "what paceline init writes in the tutorial",
+    "agents.toml": "stands for a user's file",
     "medusa.py": "stands for a user's file",
     "path/to/medusa.py": "stands for a user's file",
     "adaptive_spec_params.py": "SGLang's",

@@ -10,7 +10,7 @@ from coordinator.machine.settings import CommitMode, Placement, RunSettings, Sch
 from coordinator.trackers import TrackerName, check_trackers
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.tasks import MAX_SAMPLES
+from paceline.tasks import MAX_SAMPLES, Columns
 
 EXTERNAL = "external"
 """Environment whose tasks are run by agents from outside."""
@@ -65,6 +65,21 @@ class EvaluationConfig(Config):
     """Reward rule of evaluations; empty: the run's own."""
 
 
+class TaskColumnsConfig(Config):
+    """Which column of the task files holds what. Empty: the usual ones, of which a file has
+    prompt and answer, messages, or question and answer. `a.b` is field b of column a.
+    """
+
+    prompt: str = ""
+    """What is asked: text, or a list of messages."""
+    answer: str = ""
+    """What a reward compares with: text or a number."""
+    task_id: str = ""
+    """Unique name of the task: text or a whole number."""
+    system: str = ""
+    """What the conversation begins with; empty: column "system", where there is one."""
+
+
 class LaterConfig(Config):
     """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of what the
     policy says.
@@ -90,6 +105,11 @@ class CoordinatorConfig(ServiceConfig):
     """
     heldout_path: str = ""
     """Held-out tasks; empty makes no evaluations."""
+    task_columns: TaskColumnsConfig = TaskColumnsConfig()
+    system_prompt: str = ""
+    """Message of the system for every task that has none of its own; what is asked is then a
+    conversation under the chat template.
+    """
     later: LaterConfig = LaterConfig()
     task_filter: str = ""
     """Your own choice of training tasks, module:function or file.py:function: asked once of every
@@ -183,6 +203,11 @@ class CoordinatorConfig(ServiceConfig):
     """Tokens of live acceptance length that a new drafter may lose against the one before, from one
     RL step to the next, before that one serves again; 0 never rolls back.
     """
+
+    @property
+    def columns(self) -> Columns:
+        """Where the parts of a task stand in its file."""
+        return Columns(**self.task_columns.model_dump(), system_prompt=self.system_prompt)
 
     @property
     def open_traffic(self) -> bool:

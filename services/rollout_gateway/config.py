@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
@@ -89,6 +89,9 @@ class SessionsConfig(Config):
     """The temperature that such a session draws with, outside the tasks of a run, which have
     theirs.
     """
+    ended_tokens: int = Field(default=1 << 18, ge=0)
+    """Tokens of ended sessions kept for their export, those of the last ones; some 100 bytes each.
+    """
     group_deadline_s: float = Field(default=3600, gt=0)
     """Seconds from the first sibling's end until a group closes as it is."""
 
@@ -164,6 +167,32 @@ class SandboxConfig(Config):
     the filter, "auto" the strongest of both that is there; each refuses to start without. "limits":
     nothing, the code reads files and opens sockets as the gateway's user.
     """
+
+
+class ToolServerConfig(Config):
+    """A server of the Model Context Protocol, whose tools a model may call."""
+
+    command: tuple[str, ...] = ()
+    """Program and its arguments, which speaks on its standard streams."""
+    env: dict[str, str] = Field(default={}, repr=False)
+    """Environment of the program, besides PATH, HOME and their like."""
+    url: str = ""
+    """Or where the server listens (streamable HTTP)."""
+    tools: tuple[str, ...] = ()
+    """Those of its tools that are offered; empty: all."""
+    deadline_s: float = Field(default=30, gt=0)
+    """Seconds of its start, and of one call."""
+
+    @property
+    def place(self) -> str:
+        """Where it is."""
+        return self.url or " ".join(self.command)
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("a tool server has a command or a url")
+        return self
 
 
 class RemoteRewardConfig(Config):
@@ -248,6 +277,16 @@ class GatewayConfig(ServiceConfig):
     environments: dict[str, str] = Field(default={})
     """Environments of your own: the name that requests use, and package.module:Class or
     file.py:Class.
+    """
+    tools: dict[str, str] = Field(default={})
+    """Tools of your own for the environment tool_use: the name that a model calls, and
+    package.module:function or file.py:function.
+    """
+    tool_servers: dict[str, ToolServerConfig] = Field(default={})
+    """Servers of the Model Context Protocol, by a name of yours (the extra mcp)."""
+    interactions: dict[str, str] = Field(default={})
+    """Simulated users of your own for tool_use: the name that tasks use in metadata "interaction",
+    and package.module:Class or file.py:Class. A single one is that of all tasks.
     """
     rewards: RewardsConfig = RewardsConfig()
     siblings: Literal["together", "dealt"] = "together"

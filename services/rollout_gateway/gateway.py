@@ -37,6 +37,7 @@ from rollout_gateway.engines.nouns import Capability, Request, RowLayout, missin
 from rollout_gateway.engines.sampling import UNSEEDED
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.environments import Equipment
+from rollout_gateway.environments.toolbox import Toolbox
 from rollout_gateway.features.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.rewards import RewardRules
 from rollout_gateway.sandbox import Sandbox
@@ -87,7 +88,10 @@ class Gateway:
         self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
         self.sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, self.sandbox)
-        self.equipment = Equipment(self.sandbox, config.environments)
+        self.toolbox = Toolbox(self.sandbox, config.tools, config.tool_servers)
+        self.equipment = Equipment(
+            self.sandbox, config.environments, self.toolbox, config.interactions
+        )
         self.aside = LargeRequests()
         self.planner = Planner(
             config, self.codec, self.agents.sessions, lambda: self.router.ready, self.aside
@@ -139,6 +143,7 @@ class Gateway:
         self.aside.stop()
         await self.router.stop()
         await self.rewards.stop()
+        await self.toolbox.stop()
         await self.agents.stop()
         await self.outbox.stop(STOP_GRACE_S)
         await self.agents.close()

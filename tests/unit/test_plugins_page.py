@@ -25,6 +25,7 @@ from policy_trainer.batches.batcher import Batcher
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.environments import Equipment, environment
 from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
+from rollout_gateway.environments.interactions import Interactions, reply_of
 from rollout_gateway.rewards.processes.own_rules import OwnRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -92,6 +93,9 @@ class Answers:
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         raise NotImplementedError
 
+    def score(self, reward: float) -> None:
+        raise NotImplementedError
+
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatTurn:
@@ -106,6 +110,16 @@ async def test_the_environment_asks_twice(examples: dict[str, str]) -> None:
     assert (episode.text, episode.finish) == ("2", "stop")
     assert [len(asked) for asked in model.asked] == [1, 3]
     assert [message.role for message in episode.messages] == ["user", "assistant"] * 2
+
+
+async def test_the_user_scores_and_ends_the_dialogue(examples: dict[str, str]) -> None:
+    own = Interactions({"teacher": examples["gateway.interactions.teacher"]})
+    asked = EpisodeTask("t", "6*7=", "42")
+    user = own.of(asked)
+    assert user is not None
+    replies = [await reply_of(user, [Message("assistant", said)]) for said in ("1", "2", "3", "42")]
+    assert [one.reward for one in replies] == [0.0, 0.0, 0.0, 1.0]
+    assert [one.ends for one in replies] == [False, False, True, True]
 
 
 def test_the_reward_rule_scores_an_episode(examples: dict[str, str]) -> None:

@@ -47,6 +47,13 @@ LineFormat = Annotated[
     ),
 ]
 
+MODEL = "checkpoint directory in Hugging Face format, or an id on the Hub: owner/name[@revision]"
+
+
+def say(line: str) -> None:
+    """A line for whoever runs the command, beside its result."""
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
 
 def json_wanted(lines: str | None) -> bool:
     """Whether a run is shown to a program; exits for a format that is none."""

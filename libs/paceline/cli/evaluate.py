@@ -22,7 +22,7 @@ from paceline.local.tokens import use_run_tokens
 from paceline.messages import task_specs
 from paceline.report.solved import accuracy, pass_figures, truncated_share
 from paceline.rpc import channel, leased, rpc_errors
-from paceline.tasks import Task, open_tasks
+from paceline.tasks import USUAL, Columns, Task, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, SamplingParams
@@ -47,6 +47,7 @@ class EvaluationOptions:
     solved_above: float
     seed: int
     overrides: Sequence[str]  # of the gateway
+    columns: Columns = USUAL
 
 
 async def evaluate(options: EvaluationOptions, console: Console, *, as_json: bool) -> int:
@@ -55,7 +56,7 @@ async def evaluate(options: EvaluationOptions, console: Console, *, as_json: boo
     Raises InvalidInput for tasks that cannot be read, ConfigError for settings that cannot work,
     Unavailable with the end of its log for a gateway that does not start.
     """
-    tasks = open_tasks(str(options.tasks))[: options.prompts or None]
+    tasks = open_tasks(str(options.tasks), columns=options.columns)[: options.prompts or None]
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
         words = _settings(options, folder)
         config = load_config(ServiceConfig, "local", [], words)

@@ -13,9 +13,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.command import ConfigFiles, Overrides, console, refused, run_to_exit
-from paceline.errors import NotFound, PacelineError
+from paceline.cli.command import (
+    MODEL,
+    ConfigFiles,
+    Overrides,
+    console,
+    refused,
+    run_to_exit,
+    say,
+)
+from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
+from paceline.tasks import Columns
 
 Run = Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")]
 
@@ -111,7 +121,7 @@ def _logs(folder: Path, services: list[str]) -> list[Path]:
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="checkpoint directory in Hugging Face format")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=0, help="the first so many; 0: all")] = 0,
@@ -122,6 +132,11 @@ def evaluate(
     environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
     solved_above: Annotated[float, typer.Option(help="reward above which one counts")] = 0.5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART=COLUMN", help="where prompt, answer, task_id, system stand"),
+    ] = None,
+    system: Annotated[str, typer.Option(help="the system's message of every task")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Measure a policy on a file of tasks, with a gateway of its own.
@@ -131,8 +146,13 @@ def evaluate(
     from paceline.cli.evaluate import EvaluationOptions
     from paceline.cli.evaluate import evaluate as run_evaluation
 
+    try:
+        columns = _columns(column or [], system)
+        directory = model_directory(model, say)
+    except PacelineError as error:
+        raise refused(error) from error
     options = EvaluationOptions(
-        model=model,
+        model=directory,
         tasks=tasks,
         prompts=prompts,
         samples=samples,
@@ -143,18 +163,34 @@ def evaluate(
         solved_above=solved_above,
         seed=seed,
         overrides=tuple(overrides or ()),
+        columns=columns,
     )
     run_to_exit(run_evaluation(options, console, as_json=as_json))
 
 
+def _columns(given: list[str], system: str) -> Columns:
+    """Raises InvalidInput for a part that a task does not have."""
+    parts = dict(one.partition("=")[::2] for one in given)
+    known = ("prompt", "answer", "task_id", "system")
+    for part, column in parts.items():
+        if part not in known or not column:
+            raise InvalidInput(
+                "--column", seen=f"{part}={column}", allowed=f"{' | '.join(known)}=COLUMN"
+            )
+    return Columns(**parts, system_prompt=system)
+
+
 def init(
-    model: Annotated[Path, typer.Argument(help="checkpoint directory in Hugging Face format")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
     tasks: Annotated[
         Path | None, typer.Option(help="task file; without one agents bring the tasks")
     ] = None,
     heldout: Annotated[Path | None, typer.Option(help="task file of evaluations")] = None,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
+    agents: Annotated[
+        bool, typer.Option("--agents", help="agents claim the tasks; else the gateway answers")
+    ] = False,
 ) -> None:
     """Write a commented TOML of a run that trains a model."""
     from paceline.cli.init import write_settings
@@ -162,7 +198,14 @@ def init(
     workers = usable_cores()
     try:
         plan = write_settings(
-            out, model, tasks=tasks, heldout=heldout, reward=reward, workers=workers
+            out,
+            model,
+            tasks=tasks,
+            heldout=heldout,
+            reward=reward,
+            workers=workers,
+            agents=agents,
+            say=say,
         )
     except PacelineError as error:
         raise refused(error) from error

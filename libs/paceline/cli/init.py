@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from paceline.cli.models import found_models
 from paceline.cli.plan import Checked, plan_run
 from paceline.errors import ConfigError
+from paceline.tasks import open_tasks
 from paceline.whole_files import write_whole
 
 _TEMPLATE = """\
@@ -30,7 +33,7 @@ min_workers_for_training = 1
 [coordinator.sampling]
 temperature = 1.0
 max_tokens = 512
-
+{judged}
 [gateway]
 model = {model}
 drafter = "eagle"             # begins with nothing; or off, ngram, a directory
@@ -65,41 +68,75 @@ reward = {reward}       # of rollout_gateway.rewards, or package.module:rule"""
 _AGENT = """\
 environment = "external"      # the tasks of your agents: docs/agents.md
 reward = "agent"              # whoever answers scores"""
+_CLAIMED = """\
+environment = "external"      # agents claim the tasks: docs/agents.md
+tasks_path = {tasks}
+{heldout}
+reward = {reward}       # of what an agent leaves unscored; "agent": nothing of it is trained"""
+_JUDGED = """
+[coordinator.evaluation]      # the gateway itself answers the held-out tasks
+environment = "single_turn"
+reward = {reward}
+"""
 
 
 def write_settings(
-    file: Path, model: Path, *, tasks: Path | None, heldout: Path | None, reward: str, workers: int
+    file: Path,
+    model: str,
+    *,
+    tasks: Path | None,
+    heldout: Path | None,
+    reward: str,
+    workers: int,
+    agents: bool = False,
+    say: Callable[[str], None] = print,
 ) -> Checked:
     """Writes a commented TOML of a run that trains this model, and returns what the run would get.
 
-    Raises ConfigError for a file that is there already, and for settings that cannot work.
+    `model`: a directory, or an id of the Hub. `agents`: agents from outside claim the tasks;
+    without tasks they bring their own. `say` is told what is downloaded.
+
+    Raises ConfigError for a file that is there already, and for settings that cannot work;
+    TaskFileError for tasks that cannot be read.
     """
     if file.exists():
         raise ConfigError("this file is there already", seen=file, allowed="another name")
+    for path in filter(None, (tasks, heldout)):
+        open_tasks(path)
     name = file.stem
     values = {
         "id": name,
         "dir": f"runs/{name}",
         "spans": f"runs/{name}/spans",
-        "model": str(model),
+        "model": model,
     }
     quoted = {key: _quoted(value) for key, value in values.items()}
+    claimed = agents and tasks is not None
     text = _TEMPLATE.format(
-        file=file, tasks=_tasks(tasks, heldout, reward), workers=workers, **quoted
+        file=file,
+        tasks=_tasks(_CLAIMED if claimed else _OWN_TASKS, tasks, heldout, reward),
+        judged=_JUDGED.format(reward=_quoted(_judge(reward))) if claimed else "",
+        workers=workers,
+        **quoted,
     )
     write_whole(file, text)
     try:
-        return plan_run([file], [])
+        return plan_run([file], found_models([file], [], say))
     except ConfigError:
         file.unlink()
         raise
 
 
-def _tasks(tasks: Path | None, heldout: Path | None, reward: str) -> str:
+def _tasks(template: str, tasks: Path | None, heldout: Path | None, reward: str) -> str:
     if tasks is None:
         return _AGENT
     held = f"heldout_path = {_quoted(str(heldout))}" if heldout else "# heldout_path = ..."
-    return _OWN_TASKS.format(tasks=_quoted(str(tasks)), heldout=held, reward=_quoted(reward))
+    return template.format(tasks=_quoted(str(tasks)), heldout=held, reward=_quoted(reward))
+
+
+def _judge(reward: str) -> str:
+    """Who scores the held-out tasks, which no agent sees."""
+    return "math_answer" if reward == "agent" else reward
 
 
 def _quoted(text: str) -> str:

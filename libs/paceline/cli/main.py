@@ -12,6 +12,7 @@ from rich.console import Console
 import paceline
 from paceline.cli import files, operate
 from paceline.cli.command import (
+    MODEL,
     ConfigFiles,
     LineFormat,
     NoToken,
@@ -21,9 +22,11 @@ from paceline.cli.command import (
     json_wanted,
     refused,
     run_to_exit,
+    say,
     settings_of,
 )
 from paceline.errors import NotFound, PacelineError
+from paceline.local.hub import model_directory
 from paceline.local.services import SERVICES, ServiceSpec
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
@@ -85,9 +88,7 @@ def serve(
     service: Annotated[str, typer.Argument(help=" | ".join(SERVICE_NAMES))],
     overrides: Overrides = None,
     config: ConfigFiles = None,
-    model: Annotated[
-        Path | None, typer.Option(help="checkpoint directory in Hugging Face format")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     engine: Annotated[
         str | None, typer.Option(help="gateway: embedded | sglang | scripted")
     ] = None,
@@ -107,13 +108,13 @@ def serve(
     """
     spec = _service(service)
     given = {
-        "model": model and model.resolve(),
+        "model": model and _model(model),
         "engine.kind": engine,
         "drafter": drafter and _drafter(drafter),
         "addresses.http": http_port is not None and f"127.0.0.1:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"127.0.0.1:{grpc_port}",
     }
-    settings = list(settings_of(overrides, no_token))
+    settings = [*_models(config or []), *settings_of(overrides, no_token)]
     settings += [f'{key}="{value}"' for key, value in given.items() if value]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
@@ -124,6 +125,23 @@ def _service(name: str) -> ServiceSpec:
     try:
         return service_named(name)
     except NotFound as error:
+        raise refused(error) from error
+
+
+def _models(files: list[Path]) -> list[str]:
+    """Settings for the models that these files name by their ids."""
+    from paceline.cli.models import found_models
+
+    try:
+        return found_models(files, [], say)
+    except PacelineError as error:
+        raise refused(error) from error
+
+
+def _model(name: str) -> Path:
+    try:
+        return model_directory(name, say).resolve()
+    except PacelineError as error:
         raise refused(error) from error
 
 

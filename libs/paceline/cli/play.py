@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from paceline.cli.command import say
 from paceline.cli.json_view import JsonView
 from paceline.cli.live import RunView
+from paceline.cli.models import found_models
 from paceline.cli.plan import Checked, plan_run
 from paceline.cli.results import collect, write_results
 from paceline.cli.run_files import RunFiles
@@ -49,6 +51,8 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     Raises ConfigError for settings that cannot work.
     """
     config = load_config(ServiceConfig, "local", run.settings, run.overrides)
+    models = found_models(run.settings, run.overrides, say)
+    run = replace(run, overrides=[*run.overrides, *models])
     plan = plan_run(run.settings, run.overrides)
     use_run_tokens(config)
     named = run.files.run_id, plan.steps

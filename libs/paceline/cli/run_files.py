@@ -87,14 +87,19 @@ def files_of(config: ServiceConfig) -> RunFiles:
     return RunFiles(config.run.id, Path(config.run.dir).absolute(), config.telemetry.spans_dir)
 
 
-def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:
-    """Writes the settings of a run as its config.toml, by which other commands find it."""
+def merged(files: Sequence[Path], overrides: Sequence[str]) -> Tree:
+    """The settings of all files and overrides, later ones winning."""
     tree: Tree = {}
-    for path in settings:
+    for path in files:
         merge(tree, read_tables(path))
     for override in overrides:
         merge(tree, parse_override(override))
-    write_tables(files.config, tree)
+    return tree
+
+
+def note_settings(files: RunFiles, settings: Sequence[Path], overrides: Sequence[str] = ()) -> None:
+    """Writes the settings of a run as its config.toml, by which other commands find it."""
+    write_tables(files.config, merged(settings, overrides))
 
 
 def repository_root() -> Path:

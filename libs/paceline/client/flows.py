@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypeVar
@@ -35,6 +35,8 @@ REFUSED_UNBEGUN = (429, 503)
 LOST_ON_THE_WAY = (502, 504)
 """A proxy lost the answer: the gateway may have done what was asked."""
 LONG_POLL_S = 30.0
+LATE_S = 10.0
+"""A gateway that has answered before may take so long beyond a wait."""
 EARLY_S = 1.0
 """A gateway that answers "no task" without waiting is asked again after so long."""
 
@@ -175,17 +177,31 @@ def opening(call: GatewayCall[Any], settings: ClientSettings) -> Flow[None]:
 
 
 def next_task(
-    timeout_s: float, session_timeout_s: float | None, settings: ClientSettings
+    timeout_s: float,
+    session_timeout_s: float | None,
+    settings: ClientSettings,
+    *,
+    heard: bool = False,
 ) -> Flow[OpenedSession | None]:
     """A session for the next task; None when none came for `timeout_s`.
 
-    Raises as `ask` does.
+    `heard`: the gateway has answered before. When it is away then, its run is over or it starts
+    again: no task comes. Raises as `ask` does.
     """
     clock = settings.backoff.clock
     end = clock() + check_seconds("timeout_s", timeout_s)
     while (asked := clock()) < end:
         wait_s = min(LONG_POLL_S, end - asked)
-        opened = yield from ask(calls.claim(wait_s, session_timeout_s), settings)
+        claim = calls.claim(wait_s, session_timeout_s)
+        if heard:
+            claim = replace(claim, deadline_s=end - asked + LATE_S)
+        try:
+            opened = yield from ask(claim, settings)
+        except (Unavailable, DeadlineExceeded):
+            if not heard:
+                raise
+            opened = None
+        heard = True
         if opened is not None:
             return opened
         early = asked + min(EARLY_S, wait_s) - clock()
@@ -197,10 +213,11 @@ def next_task(
 def answered(attempts: Attempts, settings: ClientSettings) -> Flow[HttpAnswer]:
     """Attempts until one is answered well. Raises as `ask` does."""
     call, clock = attempts.call, attempts.backoff.clock
-    content, headers = call.content(), _headers(call, settings)
+    content = call.content()
     end = clock() + attempts.deadline_s
     while True:
         attempts.number += 1
+        headers = _headers(call, settings)  # a run that begins meanwhile brings its token
         outcome = yield Send(call.method, call.path, headers, content, max(end - clock(), 0.001))
         assert outcome is not None
         if isinstance(outcome, HttpAnswer) and outcome.status in (200, 201, *call.accepts):
@@ -239,7 +256,7 @@ def _attempts(call: GatewayCall[Any], settings: ClientSettings) -> Attempts:
 
 
 def _headers(call: GatewayCall[Any], settings: ClientSettings) -> dict[str, str]:
-    key = call.key or settings.token
+    key = call.key or settings.current_token
     headers = {"accept": "application/json", **trace_headers()}
     if key:
         headers["authorization"] = f"Bearer {key}"

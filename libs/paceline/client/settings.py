@@ -56,6 +56,15 @@ class ClientSettings:
     deadline_s: float  # of a call that does not generate
     generation_deadline_s: float
     backoff: Backoff
+    finds_token: bool = False
+    """Look for the token of whoever serves there, as long as none was found: the run may begin
+    later than the agent.
+    """
+
+    @property
+    def current_token(self) -> str:
+        """The agents' token, or "" where there is none."""
+        return self.token or (find_token(self.base_url) if self.finds_token else "")
 
     @classmethod
     def of(
@@ -75,7 +84,9 @@ class ClientSettings:
             ("generation_deadline_s", generation_deadline_s),
         ):
             check_seconds(name, value)
-        return cls(url, given, deadline_s, generation_deadline_s, backoff or Backoff())
+        return cls(
+            url, given, deadline_s, generation_deadline_s, backoff or Backoff(), token is None
+        )
 
 
 def find_token(base_url: str) -> str:

@@ -11,7 +11,7 @@ import json
 import mmap
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,16 @@ class ArrowRows:
                 yield from batch.slice(first, BATCH).to_pylist()
 
 
-def parquet_rows(file: Path) -> ArrowRows:
-    """Raises TaskFileError."""
+def parquet_rows(path: Path, files: Sequence[Path]) -> ArrowRows:
+    """The rows of files one after the other; `path` names them together. Raises TaskFileError."""
+    return ArrowRows(path, [batch for file in files for batch in _parquet(file)])
+
+
+def _parquet(file: Path) -> list[Any]:
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as source:
             unpacked = ipc.open_file(_unpacked(source))
-        numbers = range(unpacked.num_record_batches)
-        return ArrowRows(file, [unpacked.get_batch(number) for number in numbers])
+        return [unpacked.get_batch(number) for number in range(unpacked.num_record_batches)]
     except _DAMAGED as error:
         raise TaskFileError(f"task file {file}: not a Parquet file ({error})") from error
 
@@ -85,9 +88,22 @@ def dataset_rows(directory: Path) -> ArrowRows:
             seen=directory,
             allowed=", ".join(f"{directory}/{split}" for split in splits),
         )
+    _refuse_parquet(directory)
     return ArrowRows(
         directory, [batch for file in _data_files(directory) for batch in _stream(file)]
     )
+
+
+def _refuse_parquet(directory: Path) -> None:
+    """A data set as the Hub has it is a folder of Parquet files, of one split or several."""
+    found = [] if (directory / "state.json").exists() else list(directory.rglob("*.parquet"))
+    if found:
+        splits = sorted({f"{file.parent}/{file.name.split('-')[0]}-*.parquet" for file in found})
+        raise TaskFileError(
+            "a directory of Parquet files; name those of a split",
+            seen=directory,
+            allowed=", ".join(splits[:8]),
+        )
 
 
 def damaged(path: Path, error: BaseException) -> TaskFileError:

@@ -15,36 +15,39 @@ from typing import overload
 
 import numpy as np
 
-from paceline.tasks.columns import task_of
+from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
 from paceline.tasks.rows import JsonLines, Rows
 from paceline.tasks.task import Task, TaskFileError
 
-ALLOWED = ".jsonl, .parquet, or a directory of datasets.Dataset.save_to_disk"
+ALLOWED = ".jsonl, .parquet (several: *.parquet), or a directory of datasets.Dataset.save_to_disk"
 Keep = Callable[[Task], bool]
 
 
 class TaskFile(Sequence[Task]):
     """The tasks of one file in its order. The file must stay as it is while this is used."""
 
-    def __init__(self, path: Path, rows: Rows, keep: Keep | None = None) -> None:
-        """`keep`: says of each task whether it is one of these.
+    def __init__(
+        self, path: Path, rows: Rows, keep: Keep | None = None, columns: Columns = USUAL
+    ) -> None:
+        """`keep`: says of each task whether it is one of these. `columns`: where its parts stand.
 
         Raises TaskFileError for a record that is wrong, an id that stands twice and no record at
         all; what `keep` raises.
         """
         self._rows = rows
+        self._columns = columns
         self._kept = array("Q") if keep is not None else None
         digests, content = array("Q"), hashlib.sha256()
         for index, record in enumerate(rows):
-            task = task_of(rows.place(index), rows.number(index), record)
+            task = task_of(rows.place(index), rows.number(index), record, columns)
             digests.append(_digest(task.task_id))
             if keep is not None and not keep(task):
                 continue
-            content.update(json.dumps([task.task_id, task.prompt, task.answer]).encode())
+            content.update(json.dumps(_content(task)).encode())
             if self._kept is not None:
                 self._kept.append(index)
         self.digest = content.hexdigest()[:16]
-        """Of ids, prompts and answers, in their order."""
+        """Of ids, prompts, conversations and answers, in their order."""
         if not digests:
             raise TaskFileError("a task file holds no task", seen=path, allowed="1 or more")
         self._check_distinct(digests)
@@ -69,7 +72,7 @@ class TaskFile(Sequence[Task]):
 
     def _task(self, row: int) -> Task:
         rows = self._rows
-        return task_of(rows.place(row), rows.number(row), rows.record(row))
+        return task_of(rows.place(row), rows.number(row), rows.record(row), self._columns)
 
     def _check_distinct(self, digests: array[int]) -> None:
         hashes = np.frombuffer(digests, dtype=np.uint64)
@@ -85,23 +88,31 @@ class TaskFile(Sequence[Task]):
                 )
 
 
-def open_tasks(path: str | Path, keep: Keep | None = None) -> TaskFile:
-    """The tasks of a .jsonl or .parquet file, or of a dataset on disk, of those that `keep` keeps.
+def open_tasks(path: str | Path, keep: Keep | None = None, columns: Columns = USUAL) -> TaskFile:
+    """The tasks of a .jsonl file, of .parquet files or of a dataset on disk, of those that `keep`
+    keeps.
 
     Raises TaskFileError at the first record that is wrong.
     """
     found = Path(path)
-    if not found.exists():
-        raise TaskFileError(f"task file {found} does not exist")
-    return TaskFile(found, _rows(found), keep)
+    return TaskFile(found, _rows(found), keep, columns)
 
 
-def read_tasks(path: str | Path) -> list[Task]:
+def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
     """Every task of a small file at once; see open_tasks."""
-    return list(open_tasks(path))
+    return list(open_tasks(path, columns=columns))
+
+
+def _content(task: Task) -> list[str]:
+    """What a task asks; a plain one has no conversation."""
+    told = [task.metadata[MESSAGES]] if MESSAGES in task.metadata else []
+    return [task.task_id, task.prompt, task.answer, *told]
 
 
 def _rows(path: Path) -> Rows:
+    shards = _shards(path)
+    if not shards and not path.exists():
+        raise TaskFileError(f"task file {path} does not exist")
     if path.is_file() and path.suffix == ".jsonl":
         return JsonLines(path)
     if not path.is_dir() and path.suffix != ".parquet":
@@ -111,7 +122,14 @@ def _rows(path: Path) -> Rows:
     # pyarrow takes a moment to import; who reads JSONL does not wait for it.
     from paceline.tasks.arrow import dataset_rows, parquet_rows
 
-    return dataset_rows(path) if path.is_dir() else parquet_rows(path)
+    return dataset_rows(path) if path.is_dir() else parquet_rows(path, shards or [path])
+
+
+def _shards(path: Path) -> list[Path]:
+    """The Parquet files that a name with a * means, in their order."""
+    if path.exists() or "*" not in path.name or path.suffix != ".parquet":
+        return []
+    return sorted(path.parent.glob(path.name))
 
 
 def _digest(task_id: str) -> int:

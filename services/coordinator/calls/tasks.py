@@ -46,9 +46,9 @@ class TaskSource:
         self._config = config
         later = config.later
         tasks = None if config.open_traffic else _enough(config, config.tasks_path)
-        self._stages = [Stage(0, tasks, _tasks(config.heldout_path))]
+        self._stages = [Stage(0, tasks, _tasks(config, config.heldout_path))]
         if later.from_step:
-            heldout = _tasks(later.heldout_path) or self._stages[0].heldout
+            heldout = _tasks(config, later.heldout_path) or self._stages[0].heldout
             self._stages.append(Stage(later.from_step, _enough(config, later.tasks_path), heldout))
 
     @property
@@ -165,14 +165,15 @@ class TaskSource:
         )
 
 
-def _tasks(path: str) -> Sequence[Task]:
-    return open_tasks(path) if path else []
+def _tasks(config: CoordinatorConfig, path: str) -> Sequence[Task]:
+    return open_tasks(path, columns=config.columns) if path else []
 
 
 def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
     """The training tasks of a file. Raises ConfigError when a step needs more."""
     own = config.task_filter
-    tasks = open_tasks(path, import_filter(own, "task filter") if own else None)
+    keep = import_filter(own, "task filter") if own else None
+    tasks = open_tasks(path, keep, config.columns)
     if len(tasks) < config.prompts_per_step:
         raise ConfigError(
             f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"

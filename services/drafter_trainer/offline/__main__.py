@@ -20,6 +20,7 @@ from rich.console import Console
 from drafter_trainer.offline.config import OfflineConfig
 from drafter_trainer.offline.report import TerminalLines
 from paceline.errors import ConfigError, PacelineError
+from paceline.local.hub import model_directory
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup
 
@@ -48,6 +49,7 @@ def train(**given: Any) -> None:
     """See HELP."""
     try:
         given["options"] = parse_options(given["options"] or [])
+        given["model"] = model_directory(str(given["model"]), console.print)
         config = OfflineConfig.model_validate(given)
         code = asyncio.run(follow(config, TerminalLines(console, config.log_every)))
     except ValidationError as error:

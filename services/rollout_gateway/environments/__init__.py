@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from paceline.errors import NotFound
 from paceline.plugins import find_variant
 from rollout_gateway.environments.base import Environment
+from rollout_gateway.environments.interactions import Interactions
 from rollout_gateway.environments.single_turn import SingleTurn
 from rollout_gateway.environments.tool_use import ToolUse
+from rollout_gateway.environments.toolbox import Toolbox
 from rollout_gateway.sandbox import Sandbox
 
 
@@ -19,11 +21,15 @@ class Equipment:
 
     sandbox: Sandbox | None = None
     own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
+    toolbox: Toolbox | None = None  # None: the tools that are built in
+    interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
 
 
 ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
     "single_turn": lambda equipment: SingleTurn(),
-    "tool_use": lambda equipment: ToolUse(equipment.sandbox),
+    "tool_use": lambda equipment: ToolUse(
+        equipment.sandbox, equipment.toolbox, Interactions(equipment.interactions)
+    ),
 }
 
 

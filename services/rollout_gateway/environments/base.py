@@ -67,6 +67,13 @@ class Model(Protocol):
         """
         ...
 
+    def score(self, reward: float) -> None:
+        """The reward of what the model said last. No rule then scores the episode.
+
+        Raises InvalidInput for a number that is no reward.
+        """
+        ...
+
 
 class Environment(Protocol):
     """Leads one session."""

@@ -13,7 +13,9 @@ from paceline.errors import InvalidInput, Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.environments.base import Episode, EpisodeTask, Model
-from rollout_gateway.environments.tools import CALCULATOR, Tool, answer, python, schema
+from rollout_gateway.environments.interactions import Interaction, Interactions, reply_of
+from rollout_gateway.environments.toolbox import Toolbox
+from rollout_gateway.environments.tools import Tool, answer, schema
 from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
@@ -27,43 +29,58 @@ _ROLES = ("system", "user", "assistant")
 
 
 class ToolUse:
-    """Asks, runs the tools the model calls, and asks again until it answers without a call.
+    """Asks, runs the tools the model calls, and asks again until it answers without a call; then
+    the task's interaction, a simulated user, may go on.
 
     metadata["messages"], a JSON list of {"role", "content"}, is how the conversation begins;
     without it the task's prompt is the user's text, after metadata["system"] where there is one.
     metadata["tools"], a JSON list of names, says which tools there are (all by default),
-    metadata["max_turns"] how often the model may speak.
+    metadata["max_turns"] how often the model may speak, metadata["interaction"] who the user is.
 
     Finish is the last turn's, with two exceptions: "length" when the turns are used up while the
     model still calls tools, "error" when the sandbox fails.
     """
 
-    def __init__(self, sandbox: Sandbox | None) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox | None,
+        toolbox: Toolbox | None = None,
+        interactions: Interactions | None = None,
+    ) -> None:
         """Without a sandbox there is no tool `python`."""
         self._sandbox = sandbox
-        found = [CALCULATOR] if sandbox is None else [CALCULATOR, python(sandbox)]
-        self._tools: Mapping[str, Tool] = {tool.name: tool for tool in found}
+        self._toolbox = toolbox or Toolbox(sandbox)
+        self._interactions = interactions or Interactions({})
 
     async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
         """Raises ConfigError where a task offers `python` and code cannot be shut in as
-        configured.
+        configured, or where a tool or an interaction cannot be had; InvalidInput for an unknown
+        interaction.
         """
-        if self._sandbox and any("python" in one.get("tools", "python") for one in metadata):
+        told = list(metadata)
+        if self._sandbox and any("python" in one.get("tools", "python") for one in told):
             await self._sandbox.layers()
+        await self._toolbox.tools()
+        for one in told:
+            self._interactions.check(one)
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """Raises InvalidInput for a task that says something else than the above."""
         messages = opening(task)
-        tools = self._offered(task)
+        tools = await self._offered(task)
+        user = self._interactions.of(task)
         schemas = [schema(tool) for tool in tools.values()]
         for left in reversed(range(_turns(task))):
             turn = await model.chat(tuple(messages), schemas)
             messages.append(turn.message)
             calls = turn.message.tool_calls
             finish = "stop" if turn.finish == "tool_calls" else turn.finish
-            if not calls or finish != "stop":
+            if finish != "stop" or (not calls and user is None):
                 return _episode(task, messages, finish)
-            if left:
+            if not calls and user is not None:
+                if not await _goes_on(user, messages, model):
+                    return _episode(task, messages, "stop")
+            elif left:
                 answers = await asyncio.gather(
                     *(_answer(call, index, tools) for index, call in enumerate(calls))
                 )
@@ -79,18 +96,29 @@ class ToolUse:
 
         return _episode(task, messages, "length")
 
-    def _offered(self, task: EpisodeTask) -> Mapping[str, Tool]:
+    async def _offered(self, task: EpisodeTask) -> Mapping[str, Tool]:
+        known = await self._toolbox.tools()
         if "tools" not in task.metadata:
-            return self._tools
+            return known
         names = _json(task, "tools")
         if not isinstance(names, list) or not all(
-            isinstance(name, str) and name in self._tools for name in names
+            isinstance(name, str) and name in known for name in names
         ):
-            allowed = f"a JSON list of {', '.join(self._tools)}"
+            allowed = f"a JSON list of {', '.join(known)}"
             raise InvalidInput(
                 f'metadata["tools"] of task {task.task_id}', seen=names, allowed=allowed
             )
-        return {name: self._tools[name] for name in names}
+        return {name: known[name] for name in names}
+
+
+async def _goes_on(user: Interaction, messages: list[Message], model: Model) -> bool:
+    """The user answers; False when that ends the dialogue."""
+    reply = await reply_of(user, tuple(messages))
+    if reply.reward is not None:
+        model.score(reply.reward)
+    if not reply.ends:
+        messages.append(Message("user", reply.text))
+    return not reply.ends
 
 
 def _episode(task: EpisodeTask, messages: Sequence[Message], finish: str) -> Episode:

@@ -1,5 +1,5 @@
-"""Tools that a model can call in the built-in environment. Owns their schemas, answers and what
-they call wrong.
+"""Tools that a model can call in the built-in environment: what one is, and those built in. Owns
+what a call comes to.
 
 A tool's answer is text for the model. What the model did wrong is an answer too; only a sandbox
 that fails is not.
@@ -25,14 +25,31 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool; its only argument is a text."""
+    """One tool."""
 
     name: str
     description: str
-    argument: str
-    argument_description: str
-    answer: Callable[[str], Awaitable[str]]
-    """Raises ToolError, or Unavailable when what it needs is away."""
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments, an object."""
+    answer: Callable[[Any], Awaitable[str]]
+    """Takes the arguments as the model's JSON has them, whatever that is. Raises ToolError, or
+    Unavailable when what it needs is away.
+    """
+
+
+def text_tool(
+    name: str, description: str, argument: str, told: str, answer: Callable[[str], Awaitable[str]]
+) -> Tool:
+    """A tool whose only argument is a text; `told` describes it."""
+
+    async def answered(values: Any) -> str:
+        if not isinstance(values, dict) or not isinstance(values.get(argument), str):
+            raise ToolError(f"the arguments must be a JSON object with the text {argument!r}")
+        return await answer(values[argument])
+
+    properties = {argument: {"type": "string", "description": told}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return Tool(name, description, parameters, answered)
 
 
 async def _calculated(text: str) -> str:
@@ -42,7 +59,7 @@ async def _calculated(text: str) -> str:
         raise ToolError(str(error)) from error
 
 
-CALCULATOR = Tool(
+CALCULATOR = text_tool(
     "calculator",
     "Evaluates an arithmetic expression and returns its value.",
     "expression",
@@ -57,7 +74,7 @@ def python(sandbox: Sandbox) -> Tool:
     async def run(text: str) -> str:
         return shown(await sandbox.run(text), sandbox.config.wall_s)
 
-    return Tool(
+    return text_tool(
         "python",
         "Runs a Python program and returns what it prints. Each call starts anew; there is no "
         "network, and no package beyond the standard library.",
@@ -88,11 +105,13 @@ def shown(result: SandboxResult, wall_s: float) -> str:
 
 def schema(tool: Tool) -> dict[str, Any]:
     """The tool as chat templates and OpenAI's API describe it."""
-    properties = {tool.argument: {"type": "string", "description": tool.argument_description}}
-    parameters = {"type": "object", "properties": properties, "required": [tool.argument]}
     return {
         "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": dict(tool.parameters),
+        },
     }
 
 
@@ -104,7 +123,7 @@ async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
                 f"there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}"
             )
         tool = tools[call.name]
-        return shortened(await tool.answer(_argument(call.arguments, tool.argument)))
+        return shortened(await tool.answer(_arguments(call.arguments)))
     except ToolError as error:
         return shortened(f"error: {error}")
 
@@ -117,11 +136,8 @@ def shortened(text: str) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
 
 
-def _argument(arguments: str, name: str) -> str:
+def _arguments(text: str) -> Any:
     try:
-        values = json.loads(arguments)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from error
-    if not isinstance(values, dict) or not isinstance(values.get(name), str):
-        raise ToolError(f"the arguments must be a JSON object with the text {name!r}")
-    return str(values[name])

@@ -94,6 +94,11 @@ class _SessionModel:
         call = await self._run(await self._gateway.planner.chat(asked, request))
         return ChatTurn(call.message or Message("assistant", call.text), call.finish)
 
+    def score(self, reward: float) -> None:
+        """See Model."""
+        last = self._session.tree.turns[-1]
+        self._session.score(Grant(reward, last.completion_id))
+
     def _asked(self, size: int = 0) -> Asked:
         name = f"{self._session.session_id}.{self._session.generations}"
         arm = self._job.request.forced_arm

@@ -63,6 +63,7 @@ class TaskRuns:
         Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
         trajectories pile up.
         """
+        self._tell_claimers(request)
         if request.open_groups and not request.tasks:
             async with aclosing(self._open.run(request)) as responses:
                 async for response in responses:
@@ -94,6 +95,19 @@ class TaskRuns:
             finished = await totals.closing(self._gateway)
             describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)
+
+    def _tell_claimers(self, request: rpb.RunTasksRequest) -> None:
+        """Whether agents may claim the tasks of this run."""
+        offers = self._gateway.agents.offers
+        if request.tasks and request.environment == EXTERNAL:
+            offers.offering()
+        elif request.purpose == tpb.PURPOSE_TRAIN:
+            whose = (
+                f"are answered by the environment {request.environment!r}"
+                if request.tasks
+                else "are its agents' own: they open sessions with a task_id"
+            )
+            offers.refuse(f"the tasks of this run {whose}")
 
     async def _check(self, request: rpb.RunTasksRequest) -> None:
         if request.purpose not in (tpb.PURPOSE_TRAIN, tpb.PURPOSE_EVAL):

@@ -23,7 +23,7 @@ from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.environments.base import EpisodeTask
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.offers import TaskOffers
+from rollout_gateway.sessions.offers import NO_RUN, TaskOffers
 from rollout_gateway.sessions.open_groups import OpenGroups
 from rollout_gateway.sessions.outbox import Outbox
 from rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
@@ -49,7 +49,7 @@ class Agents:
         self._outbox = outbox
         self.sessions = Sessions(config.sessions)
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
-        self.offers = TaskOffers(self.sessions.open)
+        self.offers = TaskOffers(self.sessions.open, "" if config.trajectories else NO_RUN)
         self.open_step = 0  # RL step that agents' own groups are collected for
         # set while rows of their sessions are captured, by seed
         self.captures: Callable[[int], bool] | None = None
@@ -98,7 +98,8 @@ class Agents:
         """A task of the run in a session of its own; None when none came within the wait.
 
         `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment. A caller
-        that goes away gives its task back.
+        that goes away gives its task back. Raises FailedPrecondition where no run will ever offer
+        one.
         """
         claimed = await self.offers.claim(wait_s, timeout_s, override)
         if claimed is None:

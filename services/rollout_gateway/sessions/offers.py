@@ -12,13 +12,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import Unavailable
+from paceline.errors import FailedPrecondition, Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import EpisodeTask
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Session
 
 ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
+NO_RUN = "no run uses this gateway, so that nobody offers it tasks"
+"""Said of a gateway that keeps no trajectories: a coordinator could train nothing of it."""
 log = get_logger(__name__)
 Open = Callable[[Assignment, str], Session]
 
@@ -36,10 +38,17 @@ class Offer:
 
 
 class TaskOffers:
-    """Offers of one gateway. `open_session` opens a session under a given id."""
+    """Offers of one gateway. `open_session` opens a session under a given id.
 
-    def __init__(self, open_session: Open) -> None:
+    While nothing is offered a claim waits, unless it is known that nothing will be: then it is
+    refused. A run that has not begun may still offer tasks.
+    """
+
+    def __init__(self, open_session: Open, refusal: str = "") -> None:
+        """`refusal`: why nothing will be offered, as far as is known."""
         self._open = open_session
+        self._refusal = refusal
+        self._offers_tasks = False
         self._waiting: deque[Offer] = deque()
         self._news = asyncio.Event()
         self._stopping = False
@@ -49,6 +58,16 @@ class TaskOffers:
     def waiting(self) -> int:
         """Tasks that nobody has claimed."""
         return len(self._waiting)
+
+    def offering(self) -> None:
+        """A run offers tasks, from now on and between its steps."""
+        self._offers_tasks, self._refusal = True, ""
+
+    def refuse(self, refusal: str) -> None:
+        """A run offers no tasks, for this reason; nothing changes where one has offered some."""
+        if not self._offers_tasks:
+            self._refusal = refusal
+            self._news.set()
 
     async def lead(
         self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
@@ -74,13 +93,15 @@ class TaskOffers:
         """The longest waiting task in a session of its own; None when none came within the wait.
 
         `timeout_s`: of silence; 0 is the gateway's setting. `override`: see Assignment; None as the
-        task has it.
+        task has it. Raises FailedPrecondition (NO_TASKS_OFFERED) where none will come.
         """
         try:
             async with asyncio.timeout(wait_s):
                 while not self._waiting:
                     if self._stopping:
                         raise Unavailable("the gateway is stopping")
+                    if self._refusal:
+                        raise FailedPrecondition(self._refusal, reason="NO_TASKS_OFFERED")
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
@@ -39,6 +39,8 @@ class Ended:
     reason: FailReason | None = None
     # as it was at its end; nothing of a former process's
     shown: Mapping[str, Any] = field(default_factory=dict)
+    # its turns; None once they have given way to those of later ones
+    session: Session | None = field(default=None, repr=False)
 
     def json(self) -> dict[str, Any]:
         """What is known of it."""
@@ -66,6 +68,9 @@ class Sessions:
         # hash of the api key -> session id, of open and remembered ones
         self._keys: dict[str, str] = {}
         self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
+        # id -> tokens, of ended ones whose turns are kept
+        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._kept_tokens = 0
         self._completions: dict[str, Session] = {}
         self._conversations: dict[bytes, Session] = {}  # of implicit sessions
         # hash of a key -> earlier attempt under the same id
@@ -181,6 +186,8 @@ class Sessions:
                 session.session_id, session.state, session.fail_reason, session_json(session)
             )
             self.note_ended(ended, api_key_hash(session.api_key) if session.api_key else "")
+            if session.api_key:
+                self._keep(ended, session)
 
     def note_ended(self, ended: Ended, hashed_key: str) -> None:
         """Remember how a session ended, also one of a former process."""
@@ -244,7 +251,23 @@ class Sessions:
             if len(self._former) > ENDED_REMEMBERED:
                 self._former.popitem(last=False)
 
+    def _keep(self, ended: Ended, session: Session) -> None:
+        """Its turns can be exported until later ones need the room."""
+        hashed = self._ended[ended.session_id][1]
+        self._ended[ended.session_id] = (replace(ended, session=session), hashed)
+        self._kept[ended.session_id] = session.tree.tokens
+        self._kept_tokens += session.tree.tokens
+        while self._kept_tokens > self._config.ended_tokens:
+            oldest = next(iter(self._kept))
+            self._let_go(oldest)
+            former, hashed = self._ended[oldest]
+            self._ended[oldest] = (replace(former, session=None), hashed)
+
+    def _let_go(self, session_id: str) -> None:
+        self._kept_tokens -= self._kept.pop(session_id, 0)
+
     def _forget(self, session_id: str) -> None:
+        self._let_go(session_id)
         _, hashed = self._ended.pop(session_id, (None, ""))
         if hashed and self._keys.get(hashed) == session_id:
             del self._keys[hashed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -82,12 +83,24 @@ async def opened(served: Any, **body: Any) -> Agent:
 
 
 async def claimed(served: Any, wait_s: float = 5.0, **body: Any) -> Agent | None:
-    """A task of the run; None when none came."""
-    response = await served.http.post(
-        "/v1/sessions", json={"claim": True, "wait_s": wait_s, **body}
-    )
+    """A task of the run; None when none came, or when no run has begun on a gateway without one."""
+    response = await offered(served, wait_s, body)
+    if response.status_code == 409 and response.json()["error"]["code"] == "no_tasks_offered":
+        return None
     assert response.status_code in (201, 204), response.text
     return Agent(served.http, response.json()) if response.status_code == 201 else None
+
+
+async def offered(served: Any, wait_s: float, body: dict[str, Any]) -> httpx.Response:
+    """The answer to a claim. The gateways of tests keep no trajectories: until the first RunTasks
+    call they say that there is no run.
+    """
+    claim = {"claim": True, "wait_s": wait_s, **body}
+    end = time.monotonic() + patient(wait_s)
+    while True:
+        response = await served.http.post("/v1/sessions", json=claim)
+        if response.status_code != 409 or time.monotonic() >= end:
+            return response
 
 
 def message_of(answer: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import redis.asyncio
 from integration.gateway.http_agent import (
@@ -31,6 +32,7 @@ from paceline.v1.progress_pb2 import Part
 
 ONE = {"engine": {"workers": 1}}
 EXTERNAL = {"environment": "external", "reward": "agent"}
+CLAIM = {"claim": True, "wait_s": 20}
 
 
 def one_task(served: Any, *, samples: int = 1, **options: Any) -> rpb.RunTasksRequest:
@@ -396,3 +398,49 @@ async def test_evaluations_never_enter_the_stream_and_may_sample_as_they_like(
         assert list(told[-1].finished.closed_groups) == []
         await until_open(served, 0)
     assert (await Ledger(redis_client, run_id).count()).final == 0
+
+
+async def nothing_yet(served: Any) -> bool:
+    """Whether a claim is answered that no task is there now."""
+    response = await served.http.post("/v1/sessions", json={"claim": True})
+    return bool(response.status_code == 204)
+
+
+@pytest.mark.parametrize("wait_s", [0, 30])
+async def test_a_claim_without_a_run_is_refused_at_once_by_http_and_grpc(
+    serve_gateway: Any, wait_s: float
+) -> None:
+    async with serve_gateway(**ONE) as served:
+        claim = {"claim": True, "wait_s": wait_s}
+        async with asyncio.timeout(patient(10)):
+            refused = await served.http.post("/v1/sessions", json=claim)
+            with pytest.raises(grpc.aio.AioRpcError, match="no run uses this gateway") as told:
+                await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=wait_s))
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "no_tasks_offered"
+        assert "no run uses this gateway" in refused.json()["error"]["message"]
+        assert told.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_claim_before_the_run_has_begun_waits_for_it(
+    serve_gateway: Any, redis_url: str, run_id: str
+) -> None:
+    async with serve_gateway(**ONE, **redis_keys(redis_url, run_id)) as served:
+        early = asyncio.create_task(served.http.post("/v1/sessions", json=CLAIM))
+        assert await nothing_yet(served)
+        async with task_run(served, one_task(served)):
+            agent = Agent(served.http, (await early).json())
+            assert (await solve(agent))["state"] == "final"
+
+
+async def test_a_claim_in_a_run_whose_tasks_are_not_for_agents_is_told_why(
+    serve_gateway: Any, redis_url: str, run_id: str
+) -> None:
+    keys = redis_keys(redis_url, run_id)
+    async with serve_gateway(**ONE, **keys) as served:
+        early = asyncio.create_task(served.http.post("/v1/sessions", json=CLAIM))
+        assert await nothing_yet(served)
+        async with task_run(served, served.tasks_request()):
+            refused = await early
+        assert refused.status_code == 409
+        assert "'single_turn'" in refused.json()["error"]["message"]

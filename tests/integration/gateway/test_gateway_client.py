@@ -151,6 +151,8 @@ async def test_a_session_is_what_its_agent_said_and_earned(
             assert len(said) == info.completion_tokens
             assert len(sample.behavior_logprobs) == len(sample.token_ids)
         assert (await client.session_info(session.id)).state == "final"
+        assert (await session.export())["tree"] == tree
+        assert await session.export(form="samples") == (sample,)
         with pytest.raises(FailedPrecondition) as caught:
             await session.chat([user("2+2=")])
         assert caught.value.reason == "SESSION_ENDED"
@@ -231,9 +233,10 @@ async def give_two_rewards(session: Any) -> None:
 
 
 async def test_tasks_of_a_run_are_claimed_led_and_counted(
-    serve_gateway: Any, connect: Connect
+    serve_gateway: Any, connect: Connect, redis_url: str, run_id: str
 ) -> None:
-    async with serve_gateway() as served:
+    keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
+    async with serve_gateway(**keys) as served:
         request = served.tasks_request(environment="external", reward="agent")
         told: list[Any] = []
 

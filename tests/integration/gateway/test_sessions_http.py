@@ -488,3 +488,19 @@ async def test_a_session_that_ends_under_a_running_request_keeps_nothing_of_it(
         assert (await agent.act("complete", {"reward": 1.0}))["turns"] == 0
         assert (await running)["usage"]["completion_tokens"] == 30
         assert "final" in (await agent.chat([user("2+2=")], status=409))["error"]["message"]
+
+
+async def test_an_ended_session_is_exported_under_its_key_until_later_ones_need_the_room(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway(**ONE, sessions={"ended_tokens": 24}) as served:
+        first, second = await opened(served), await opened(served)
+        for agent in (first, second):
+            await agent.chat([user("2+2=")])
+            before = await agent.export("samples")
+            await agent.act("complete", {"reward": 1.0})
+            (after,) = await agent.export("samples")
+            assert after == {**before[0], "reward": 1.0}
+        gone = await served.http.get(f"/v1/sessions/{first.id}/export", headers=first.headers)
+        assert gone.status_code == 409
+        assert "ended_tokens" in gone.json()["error"]["message"]

@@ -154,3 +154,37 @@ async def test_a_gateway_does_not_start_without_the_walls_that_it_was_asked_for(
     with pytest.raises(ConfigError, match="no namespaces here"):
         async with serve_gateway(rewards={"sandbox": {"isolation": isolation}}):
             pass
+
+
+TEACHER = """
+from rollout_gateway.environments.interactions import UserReply
+
+
+class Teacher:
+    def __init__(self, task):
+        self.answer_of_task = task.answer
+
+    def answer(self, messages):
+        if self.answer_of_task in messages[-1].content:
+            return UserReply(reward=0.75, ends=True)
+        return UserReply("Try again.", reward=0.0)
+"""
+
+
+async def test_a_simulated_user_scores_the_turns_of_a_run_and_no_rule_does(
+    serve_gateway: Any, model_dir: Any, script: dict[str, Any], tmp_path: Path
+) -> None:
+    teach(model_dir, script)
+    script["replies"] = [
+        {"pattern": rf"Try again\.{SPEAK}$", "texts": ["It is 42"]},
+        {"pattern": rf"6 times 7{SPEAK}$", "texts": ["It is 41"]},
+    ]
+    script["max_sequence_tokens"] = 4096
+    (file := tmp_path / "teacher.py").write_text(TEACHER)
+    task = rpb.TaskSpec(task_id="t", prompt="6 times 7", answer="42", group_id="g")
+    async with serve_gateway(interactions={"teacher": f"{file}:Teacher"}) as served:
+        samples = await ran(served, [task], "tool_use", "math_answer")
+        codec = served.codec
+    assert samples["t"].reward.value == 0.75
+    said = sum(len(codec.encode_piece(text)) + 1 for text in ("It is 41", "It is 42"))
+    assert samples["t"].response_tokens == said

@@ -17,6 +17,7 @@ from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.config.tables import read_tables
 from paceline.errors import ConfigError
+from paceline.tasks import TaskFileError
 
 POLICY = demo_folder() / "policy_start"
 TASKS = demo_folder() / "tasks_train.jsonl"
@@ -98,7 +99,9 @@ def test_a_service_without_logs_is_refused_with_those_there_are(run: Path) -> No
 
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    plan = write_settings(file, POLICY, tasks=TASKS, heldout=None, reward="math_answer", workers=2)
+    plan = write_settings(
+        file, str(POLICY), tasks=TASKS, heldout=None, reward="math_answer", workers=2
+    )
     assert any("policy" in line for line in plan.lines)
     found = load_config(CoordinatorConfig, "coordinator", [file])
     assert (found.run.id, found.run.dir) == ("mine", "runs/mine")
@@ -109,15 +112,52 @@ def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
 
 def test_without_tasks_the_new_run_is_its_agents(tmp_path: Path) -> None:
     file = tmp_path / "agents.toml"
-    write_settings(file, POLICY, tasks=None, heldout=None, reward="math_answer", workers=1)
+    write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
     assert load_config(CoordinatorConfig, "coordinator", [file]).environment == "external"
+
+
+def test_tasks_for_agents_are_claimed_and_held_out_ones_answered_by_the_gateway(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "agents.toml"
+    tasks, heldout = TASKS, TASKS.with_name("tasks_heldout.jsonl")
+    for reward, judge in (("agent", "math_answer"), ("format", "format")):
+        write_settings(
+            file,
+            str(POLICY),
+            tasks=tasks,
+            heldout=heldout,
+            reward=reward,
+            workers=1,
+            agents=True,
+        )
+        found = load_config(CoordinatorConfig, "coordinator", [file])
+        assert (found.environment, found.reward) == ("external", reward)
+        assert not found.open_traffic
+        assert found.evaluated_by == ("single_turn", judge)
+        file.unlink()
+
+
+def test_tasks_that_cannot_be_read_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tasks := tmp_path / "tasks.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{"text": 3}\n')
+    file = tmp_path / "mine.toml"
+    with pytest.raises(TaskFileError, match=r"tasks\.jsonl, line 2: no column holds the prompt"):
+        write_settings(file, str(POLICY), tasks=tasks, heldout=None, reward="x", workers=1)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("column", ["prompts=a", "prompt", "prompt="])
+def test_eval_refuses_a_column_of_nothing(column: str) -> None:
+    done = CliRunner().invoke(app, ["eval", str(POLICY), str(TASKS), "--column", column])
+    assert done.exit_code == 2
+    assert "prompt | answer | task_id | system=COLUMN" in " ".join(done.output.split())
 
 
 def test_settings_are_never_written_over(tmp_path: Path) -> None:
     file = tmp_path / "paceline.toml"
     file.write_text("mine")
     with pytest.raises(ConfigError, match="there already"):
-        write_settings(file, POLICY, tasks=None, heldout=None, reward="math_answer", workers=1)
+        write_settings(file, str(POLICY), tasks=None, heldout=None, reward="math_answer", workers=1)
     assert file.read_text() == "mine"
 
 

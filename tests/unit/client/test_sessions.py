@@ -213,6 +213,28 @@ async def test_tasks_are_claimed_until_none_comes(gateway: ScriptedGateway, clie
     assert await client.claim(0.01) is None
 
 
+async def test_the_end_of_a_run_ends_its_tasks_and_a_gateway_that_never_was_is_an_error(
+    connect: Connect,
+) -> None:
+    gateway = ScriptedGateway()
+    task = {"id": "t1", "prompt": "1+1=", "metadata": {}}
+    gateway.then(reply(201, {**SESSION, "task": task}))
+    with serving(gateway, listening()):
+        client = connect(gateway.base_url, deadline_s=0.3)
+        tasks = aiter(client.tasks(timeout_s=0.5))
+        assert (await anext(tasks)).task.id == "t1"
+    assert [one async for one in tasks] == []
+    with pytest.raises(Unavailable, match="no connection"):
+        await anext(aiter(connect(gateway.base_url, deadline_s=0.3).tasks(timeout_s=0.5)))
+
+
+async def test_a_refused_claim_says_why(gateway: ScriptedGateway, client: Any) -> None:
+    gateway.then(refuse(409, "no run uses this gateway", "no_tasks_offered"))
+    with pytest.raises(FailedPrecondition, match="no run uses") as caught:
+        await anext(aiter(client.tasks(timeout_s=5)))
+    assert caught.value.reason == "NO_TASKS_OFFERED"
+
+
 async def test_exports_and_rewards_by_completion(gateway: ScriptedGateway, client: Any) -> None:
     sample = {
         "token_ids": [1, 2],

@@ -264,3 +264,19 @@ def test_without_a_token_of_the_environment_that_of_the_listening_run_is_found(
         monkeypatch.setenv("PACELINE_AGENT_TOKEN", "agents")
         assert find_token(url) == "agents"
     assert find_token("http://gateway.example:7408") == "agents"
+
+
+def test_a_client_made_before_its_run_finds_the_runs_token_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    url = "http://127.0.0.1:7408"
+    early, without = ClientSettings.of(url, None), ClientSettings.of(url, "")
+    assert early.current_token == ""
+    with announced({"127.0.0.1:7408": "of the run"}):
+        assert (early.current_token, without.current_token) == ("of the run", "")
+        send = next(ask(claim(30, None), early))
+        assert isinstance(send, Send)
+        assert send.headers["authorization"] == "Bearer of the run"

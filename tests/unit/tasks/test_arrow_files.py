@@ -137,3 +137,19 @@ def test_a_file_without_tasks_is_refused(tmp_path: Path, form: str) -> None:
         path.write_text("\n\n")
     with pytest.raises(TaskFileError, match="holds no task; seen: "):
         read_tasks(path)
+
+
+def test_a_data_set_as_the_hub_has_it_is_named_by_a_split_of_its_files(tmp_path: Path) -> None:
+    for split, rows in (("train", ROWS[:6]), ("test", ROWS[6:8])):
+        for number in range(2):
+            table = pyarrow.Table.from_pylist(rows[number::2])
+            parquet.write_table(table, tmp_path / f"{split}-0000{number}-of-00002.parquet")
+    tasks = read_tasks(f"{tmp_path}/train-*.parquet")
+    assert tasks == [*TASKS[:6:2], *TASKS[1:6:2]]
+    with pytest.raises(TaskFileError, match=r"name those of a split.*test-\*.*, .*train-\*"):
+        read_tasks(tmp_path)
+    with pytest.raises(TaskFileError, match=r"valid-\*\.parquet does not exist"):
+        read_tasks(f"{tmp_path}/valid-*.parquet")
+    (tmp_path / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
+    with pytest.raises(TaskFileError, match=r"train-00001-of-00002\.parquet: not a Parquet file"):
+        read_tasks(f"{tmp_path}/train-*.parquet")

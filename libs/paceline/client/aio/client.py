@@ -111,14 +111,18 @@ class AsyncClient:
     async def tasks(
         self, timeout_s: float = 600.0, *, session_timeout_s: float | None = None
     ) -> AsyncIterator[AsyncSession]:
-        """Sessions for the tasks of the training run, until none came for `timeout_s`.
+        """Sessions for the tasks of the training run, until none came for `timeout_s`, which is
+        also how the end of the run shows.
 
         Each is yours to end: its block in the loop, or in the thread or task that you hand it to.
         """
-        settings = self._wire.settings
-        while (
-            opened := await self._wire.run(next_task(timeout_s, session_timeout_s, settings))
-        ) is not None:
+        settings, heard = self._wire.settings, False
+        while True:
+            claim = next_task(timeout_s, session_timeout_s, settings, heard=heard)
+            opened = await self._wire.run(claim)
+            if opened is None:
+                return
+            heard = True
             yield self._session(opened)
 
     async def session_info(self, session_id: str) -> SessionInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from paceline.errors import InvalidInput
+from paceline.errors import FailedPrecondition, InvalidInput
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.sessions.registry import Ended
 from rollout_gateway.sessions.session import Caller, Session
@@ -61,6 +61,21 @@ async def session_of(request: Request) -> Session | Ended:
         )
 
     return sessions.find(owner or named)
+
+
+async def exportable_session_of(request: Request) -> Session:
+    """The same, open or ended. Raises FailedPrecondition for one whose turns are kept no longer."""
+    found = await session_of(request)
+    if isinstance(found, Session):
+        return found
+    if found.session is None:
+        raise FailedPrecondition(
+            "the turns of this session are kept no longer",
+            seen=f"{found.session_id} ended ({found.state})",
+            allowed="an export sooner after the end, or more gateway.sessions.ended_tokens",
+            reason="SESSION_ENDED",
+        )
+    return found.session
 
 
 async def open_session_of(request: Request) -> Session:

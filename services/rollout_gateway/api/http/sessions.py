@@ -13,6 +13,7 @@ from paceline.errors import NotFound
 from rollout_gateway.api.http import bodies
 from rollout_gateway.api.http.keys import (
     caller_of,
+    exportable_session_of,
     gateway_of,
     open_session_of,
     require_token,
@@ -120,11 +121,11 @@ async def show(request: Request) -> Response:
 
 
 async def export(request: Request) -> Response:
-    """The message tree, or what is or would be trained."""
+    """The message tree, or what is or would be trained; also of a session that has ended lately."""
     form = request.query_params.get("form", "tree")
     if form not in ("tree", "samples"):
         raise bodies.FieldError("form", "is unknown", seen=form, allowed="tree, samples")
-    session = await open_session_of(request)
+    session = await exportable_session_of(request)
     return JSONResponse(tree_json(session) if form == "tree" else samples_json(session))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,27 @@ def test_a_step_that_spans_two_epochs_holds_no_task_twice(tmp_path: Path) -> Non
     assert {task.task_id for request in requests for task in request.tasks} == {
         f"t{i}" for i in range(5)
     }
+
+
+def test_columns_and_a_system_prompt_count_for_training_and_held_out_tasks(tmp_path: Path) -> None:
+    given = {"task_columns": {"prompt": "answer", "answer": "prompt"}, "system_prompt": "Short."}
+    made = source(tmp_path, **given)
+    asked = [
+        *made.step_request(0, 1).tasks,
+        *made.evaluation_request(Evaluation.ACCURACY, 0, 1).tasks,
+    ]
+    assert {task.answer for task in asked} == {f"{task.prompt}=" for task in asked}
+    for task in asked:
+        told = json.loads(task.metadata["messages"])
+        assert told == [
+            {"role": "system", "content": "Short."},
+            {"role": "user", "content": task.prompt},
+        ]
+
+
+def test_tasks_of_another_system_prompt_are_other_tasks(tmp_path: Path) -> None:
+    kinds = [source(tmp_path, system_prompt=text).described for text in ("", "Short.", "Long.")]
+    assert len(set(kinds)) == 3
 
 
 def test_group_ids_are_unique_over_steps(tmp_path: Path) -> None:

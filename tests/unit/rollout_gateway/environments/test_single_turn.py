@@ -24,6 +24,9 @@ class Says:
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         return TextTurn((), "".join(map(chr, prompt)) + "42", "stop")
 
+    def score(self, reward: float) -> None:
+        raise NotImplementedError
+
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatTurn:

@@ -29,6 +29,7 @@ class Script:
     def __init__(self, *turns: ChatTurn) -> None:
         self._turns = list(turns)
         self.seen: list[tuple[Message, ...]] = []
+        self.rewards: list[float] = []
         self.tools: Sequence[Mapping[str, Any]] = ()
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -36,6 +37,9 @@ class Script:
 
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         raise NotImplementedError
+
+    def score(self, reward: float) -> None:
+        self.rewards.append(reward)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()

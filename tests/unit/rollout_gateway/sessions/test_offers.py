@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from paceline.errors import ResourceExhausted
+from paceline.errors import FailedPrecondition, ResourceExhausted
 from paceline.local.patience import patient
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.environments.base import EpisodeTask
@@ -179,4 +179,28 @@ async def test_sessions_nobody_offered_are_not_the_offers_business() -> None:
     desk.offers.completed(session)
     desk.end(session, FailReason.INFRA)
     assert not desk.offers.leads(session)
+    assert await desk.offers.claim(0) is None
+
+
+async def test_a_claim_is_refused_while_it_is_known_that_nothing_will_be_offered() -> None:
+    offers = TaskOffers(Sessions(SessionsConfig()).open, "no run")
+    with pytest.raises(FailedPrecondition, match="no run"):
+        await offers.claim(WAIT_S)
+    offers.offering()
+    assert await offers.claim(0.01) is None
+
+
+async def test_a_claim_that_waits_hears_that_the_run_offers_nothing() -> None:
+    desk = Desk()
+    waiting = asyncio.create_task(desk.offers.claim(WAIT_S))
+    await asyncio.sleep(0)
+    desk.offers.refuse("answered by others")
+    with pytest.raises(FailedPrecondition, match="answered by others"):
+        await waiting
+
+
+async def test_a_run_that_has_offered_tasks_is_believed_to_offer_more() -> None:
+    desk = Desk()
+    desk.offers.offering()
+    desk.offers.refuse("answered by others")
     assert await desk.offers.claim(0) is None

@@ -267,3 +267,26 @@ def test_room_is_made_by_the_longest_silent_conversation_without_reward(clock: C
     spoke.begin(SAMPLING, 1)
     with pytest.raises(ResourceExhausted, match="too many"):
         sessions.open(ABOUT)
+
+
+def test_turns_of_ended_sessions_are_kept_until_later_ones_need_the_room(clock: Clock) -> None:
+    sessions = registered(clock, ended_tokens=5)
+    made = [sessions.open(ABOUT) for _ in range(3)]
+    for one in made:
+        one.begin(SAMPLING, 1)
+        one.end(1, new := turn(None, [1], [2]))
+        sessions.remember(one, new)
+        ended(sessions, one)
+    found = [sessions.find(one.session_id) for one in made]
+    assert [one.session for one in found if isinstance(one, registry.Ended)] == [None, *made[1:]]
+
+
+def test_a_session_longer_than_what_is_kept_is_not_kept(clock: Clock) -> None:
+    sessions = registered(clock, ended_tokens=1)
+    one = sessions.open(ABOUT)
+    one.begin(SAMPLING, 1)
+    one.end(1, turn(None, [1], [2]))
+    ended(sessions, one)
+    found = sessions.find(one.session_id)
+    assert isinstance(found, registry.Ended)
+    assert found.session is None

@@ -1,0 +1,13 @@
+"""A tool-calling agent of smolagents whose run is a session."""
+
+from __future__ import annotations
+
+from smolagents import OpenAIModel, ToolCallingAgent, tool
+from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock
+
+with connect() as client, client.session(task="bolts") as session:
+    options = session.openai_options()
+    model = OpenAIModel("model", api_base=options["base_url"], api_key=options["api_key"])
+    tools = [tool(stock), tool(price)]
+    agent = ToolCallingAgent(tools, model, instructions=INSTRUCTIONS, verbosity_level=0)
+    settle(session, str(agent.run(QUESTION)))

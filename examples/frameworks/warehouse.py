@@ -1,0 +1,51 @@
+"""What the three agents share: a question, two tools, and how an answer is scored and looked at."""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.client import Client, Session
+
+QUESTION = "What are our bolts worth?"
+WORTH = "84.00"
+INSTRUCTIONS = "You keep the warehouse's books."
+_STOCK = {"bolts": 240}
+_PRICES = {"bolts": 0.35}
+
+
+def stock(item: str) -> int:
+    """How many of an item are there.
+
+    Args:
+        item: what to look up.
+    """
+    return _STOCK[item]
+
+
+def price(item: str) -> float:
+    """What one of an item costs.
+
+    Args:
+        item: what to look up.
+    """
+    return _PRICES[item]
+
+
+def connect() -> Client:
+    """The gateway that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
+    return Client(parser.parse_args().url)
+
+
+def settle(session: Session, answer: str) -> None:
+    """Scores the answer, ends the session and prints what would be trained.
+
+    Raises AssertionError when that is anything else than what the model said.
+    """
+    info = session.complete(1.0 if WORTH in answer else 0.0)
+    samples = session.export("samples")
+    trained = sum(sum(sample.loss_mask) for sample in samples)
+    assert (info.state, trained) == ("final", info.completion_tokens), (info, trained)
+    print(f"{info.reward:.0f}  {answer}  ({info.turns} turns in {len(samples)} branches;", end=" ")
+    print(f"{trained} of {sum(len(one.token_ids) for one in samples)} tokens are trained)")

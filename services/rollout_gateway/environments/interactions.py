@@ -1,0 +1,90 @@
+"""Simulated users: they answer the model, score its turns and end the dialogue."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.errors import ConfigError, InvalidInput
+from paceline.plugins import find_variant
+from rollout_gateway.chat.messages import Message
+from rollout_gateway.environments.base import EpisodeTask
+
+METADATA = "interaction"
+"""Key of a task's metadata that names its user."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserReply:
+    """What a user makes of what the model has said."""
+
+    text: str = ""
+    """The user's next message; of no use where the dialogue ends."""
+    reward: float | None = None
+    """Of the model's turn; None: it is not scored."""
+    ends: bool = False
+    """Whether this was the last turn."""
+
+
+class Interaction(Protocol):
+    """The user of one dialogue. A class of it is built with the task, once for each sample."""
+
+    def answer(self, messages: Sequence[Message]) -> Any:
+        """A UserReply to the last message, the model's; may be a coroutine."""
+        ...
+
+
+class Interactions:
+    """Users that the settings name, by the name that tasks use."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = paths
+
+    def check(self, metadata: Mapping[str, str]) -> None:
+        """Raises ConfigError for a class that cannot be imported, InvalidInput for an unknown
+        name.
+        """
+        self._class(metadata)
+
+    def of(self, task: EpisodeTask) -> Interaction | None:
+        """The user of a task: the one that its metadata names, or the only one there is; None: the
+        dialogue is over when the model answers.
+        """
+        own = self._class(task.metadata)
+        if own is None:
+            return None
+        try:
+            user: Interaction = own(task)
+        except Exception as error:  # a user's class may raise anything
+            message = f"an interaction cannot begin: {type(error).__name__}: {error}"
+            raise InvalidInput(message, seen=task.task_id) from error
+        return user
+
+    def _class(self, metadata: Mapping[str, str]) -> Callable[[EpisodeTask], Any] | None:
+        only = next(iter(self._paths)) if len(self._paths) == 1 else ""
+        name = metadata.get(METADATA, only)
+        if not name:
+            return None
+        if name not in self._paths:
+            allowed = f"{', '.join(self._paths) or 'none'}; gateway.interactions adds yours"
+            raise InvalidInput(f'metadata["{METADATA}"]', seen=name, allowed=allowed)
+        own: Any = find_variant(self._paths[name], {}, "interaction")
+        if not callable(own):
+            seen = self._paths[name]
+            raise ConfigError("an interaction is no class", seen=seen, allowed="a class")
+        return own  # type: ignore[no-any-return]
+
+
+async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
+    """What the user says. Raises InvalidInput for what it raises, and for no UserReply."""
+    try:
+        found = user.answer(messages)
+        reply = await found if inspect.isawaitable(found) else found
+    except Exception as error:  # a user's class may raise anything
+        message = f"an interaction failed: {type(error).__name__}: {error}"
+        raise InvalidInput(message, seen=type(user).__name__) from error
+    if not isinstance(reply, UserReply):
+        raise InvalidInput("an interaction answers with a UserReply", seen=repr(reply)[:80])
+    return reply

@@ -1,0 +1,166 @@
+"""Speaks to servers of the Model Context Protocol, whose tools a model may call.
+
+A server is a command that speaks on its standard streams, started once for the gateway, or a URL.
+It needs the extra `mcp`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.local.patience import patient
+from paceline.telemetry import get_logger
+from rollout_gateway.background import background, cancel
+from rollout_gateway.config import ToolServerConfig
+from rollout_gateway.environments.tools import Tool, ToolError
+
+log = get_logger(__name__)
+
+
+class ToolServer:
+    """One server, connected when it is first needed, and again after it was lost."""
+
+    def __init__(self, name: str, config: ToolServerConfig) -> None:
+        self._name = name
+        self._config = config
+        self._turn = asyncio.Lock()
+        self._held: asyncio.Task[None] | None = None
+        self._client: Any = None
+        self._over = asyncio.Event()
+
+    async def tools(self) -> Mapping[str, Tool]:
+        """Its tools, of those that the settings name; all without any.
+
+        Raises ConfigError for a server that does not start or lacks a tool, Unavailable.
+        """
+        client = await self._connected()
+        async with self._deadline("lists no tools"):
+            listed = {tool.name: tool for tool in (await client.list_tools()).tools}
+        wanted = self._config.tools or tuple(listed)
+        missing = [name for name in wanted if name not in listed]
+        if missing:
+            raise ConfigError(
+                f"gateway.tool_servers.{self._name}.tools",
+                seen=", ".join(missing),
+                allowed=", ".join(listed) or "none: the server has no tools",
+            )
+        return {
+            name: Tool(
+                name,
+                listed[name].description or "",
+                listed[name].input_schema,
+                partial(self._call, name),
+            )
+            for name in wanted
+        }
+
+    async def stop(self) -> None:
+        """End the server's process, or the connection."""
+        await self._leave()
+
+    async def _call(self, name: str, arguments: Any) -> str:
+        if not isinstance(arguments, dict):
+            raise ToolError("the arguments must be a JSON object")
+        client = await self._connected()
+        try:
+            async with self._deadline(f"does not answer {name}"):
+                answer = await client.call_tool(name, arguments)
+        except PacelineError:
+            raise
+        except Exception as error:  # the library's own, and what a lost process leaves behind
+            if await self._lost(client):
+                raise Unavailable(f"the tool server {self._name} was lost: {error}") from error
+            raise ToolError(str(error)) from error
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in answer.content)
+        if answer.is_error:
+            raise ToolError(text)
+        return text or "[no output]"
+
+    async def _lost(self, client: Any) -> bool:
+        """Whether a server that has failed a call is gone; the next call then starts it again."""
+        try:
+            async with self._deadline("is silent"):
+                await client.send_ping()
+        except Exception as error:  # noqa: BLE001  # as above
+            log.warning("a tool server was lost", server=self._name, error=repr(error))
+            if client is self._client:
+                await self._leave()
+            return True
+        return False
+
+    async def _connected(self) -> Any:
+        async with self._turn:
+            if self._held is None or self._held.done():
+                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                self._over = asyncio.Event()
+                self._held = background(self._hold(ready), f"tool server {self._name}")
+                async with self._deadline("does not start"):
+                    self._client = await ready
+            return self._client
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        """Owns the connection to its end, because the library begins and ends it in one task."""
+        try:
+            async with self._transport() as client:
+                ready.set_result(client)
+                await self._over.wait()
+        except Exception as error:  # noqa: BLE001  # of a command or an address of the user's
+            if ready.done():
+                log.warning("a tool server was lost", server=self._name, error=repr(error))
+                return
+            message = f"the tool server {self._name} cannot be used: {_first(error)}"
+            ready.set_exception(ConfigError(message, seen=self._config.place))
+
+    def _transport(self) -> Any:
+        """Raises ConfigError without the library."""
+        try:
+            from mcp import Client, StdioServerParameters
+        except ImportError as error:
+            raise ConfigError(
+                "tool servers need the library mcp",
+                seen=f"gateway.tool_servers.{self._name}",
+                allowed="pip install 'paceline[mcp]'",
+            ) from error
+        if self._config.url:
+            return Client(self._config.url)
+        command, *words = self._config.command
+        return Client(StdioServerParameters(command=command, args=words, env=self._config.env))
+
+    def _deadline(self, what: str) -> _Deadline:
+        return _Deadline(self._config.deadline_s, f"the tool server {self._name} {what} in time")
+
+    async def _leave(self) -> None:
+        self._over.set()
+        if self._held is not None:
+            _, late = await asyncio.wait((self._held,), timeout=self._config.deadline_s)
+            if late:
+                await cancel(self._held)
+
+
+class _Deadline:
+    """`asyncio.timeout` that says what was late. Raises Unavailable."""
+
+    def __init__(self, seconds: float, message: str) -> None:
+        self._timeout = asyncio.timeout(patient(seconds))
+        self._seconds = seconds
+        self._message = message
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *exception: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*exception)
+        except TimeoutError as error:
+            raise Unavailable(self._message, seen=f"{self._seconds:g} s") from error
+
+
+def _first(error: BaseException) -> str:
+    """What a group of exceptions began with, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

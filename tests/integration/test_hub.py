@@ -1,0 +1,132 @@
+"""A model may be named by its id on the Hub, wherever a command takes one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import SHA, Hub, hub_of
+
+from benchmarks.demo_runs import demo_folder
+from paceline.config.tables import read_tables
+from paceline.local.hub import is_hub_id, shown_size
+from paceline.local.ports import free_port
+
+POLICY = demo_folder() / "policy_start"
+FILES = {path.name: path.read_bytes() for path in POLICY.iterdir()}
+PICKLED = {name: body for name, body in FILES.items() if not name.endswith(".safetensors")}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    models = {
+        "acme/tiny": {**FILES, "pytorch_model.bin": b"pickle", "README.md": b"# Tiny"},
+        "acme/pickled": {**PICKLED, "pytorch_model.bin": b"pickle"},
+        "acme/gated": FILES,
+    }
+    with hub_of(models, gated="acme/gated") as one:
+        yield one
+
+
+def paceline(*words: str, url: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """A command whose Hub is at `url` and whose cache is `home`."""
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_COLOR": "1"}
+    environment |= {"COLUMNS": "400", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-m", "paceline.cli.main", *words]
+    return subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def nobody() -> str:
+    """An address where no Hub is."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_path: Path) -> None:
+    done = paceline("init", "acme/tiny", "--out", "mine.toml", url=hub.url, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    size = shown_size(sum(map(len, FILES.values())))
+    assert f"acme/tiny at {SHA[:12]}: downloading {size} in {len(FILES)} files" in done.stderr
+    assert f"model.safetensors ({shown_size(len(FILES['model.safetensors']))})" in done.stderr
+    assert read_tables(tmp_path / "mine.toml")["policy_trainer"]["model"] == "acme/tiny"
+    found = tmp_path / f"hub/models--acme--tiny/snapshots/{SHA}"
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == FILES
+    again = paceline("init", "acme/tiny@main", "--out", "b.toml", url=hub.url, home=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "downloading" not in again.stderr
+    hub.asked.clear()
+    served = paceline(
+        *("serve", "gateway", "--model", "acme/tiny", "--print-config"), url=hub.url, home=tmp_path
+    )
+    assert str(found) in served.stdout, served.stderr
+    assert not any("model.safetensors" in path for path in hub.asked)
+    words = ("serve", "gateway", "--config", "mine.toml", "--print-config")
+    named = paceline(*words, url=hub.url, home=tmp_path)
+    assert str(found) in named.stdout, named.stderr
+
+
+def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: Path) -> None:
+    words = ("serve", "gateway", "--model", "acme/tiny", "--print-config")
+    assert paceline(*words, url=hub.url, home=tmp_path).returncode == 0
+    done = paceline(*words, url=nobody(), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the Hub cannot be reached" in done.stderr
+    assert f"snapshots/{SHA}" in done.stdout
+    (tmp_path / f"hub/models--acme--tiny/snapshots/{SHA}/model.safetensors").unlink()
+    done = paceline(*words, url=nobody(), home=tmp_path)
+    assert done.returncode == 2
+    assert "was not downloaded before, or only in part; seen: acme/tiny" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("acme/absent", "no such directory, and no such model on the Hub; seen: acme/absent"),
+        ("acme/gated", "only to those who have asked for it; seen: acme/gated"),
+        ("acme/tiny@v9", "no such revision on the Hub; seen: acme/tiny@v9"),
+        ("acme/pickled", "no checkpoint that can be served; seen: acme/pickled without model.saf"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_one_line(
+    hub: Hub, model: str, says: str, tmp_path: Path
+) -> None:
+    done = paceline("init", model, url=hub.url, home=tmp_path)
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "paceline.toml").exists()
+
+
+def test_a_hub_that_is_away_and_a_model_never_seen_are_one_line(tmp_path: Path) -> None:
+    done = paceline("eval", "acme/tiny", "tasks.jsonl", url=nobody(), home=tmp_path)
+    assert done.returncode == 2
+    assert "the Hub cannot be reached, and this model was not downloaded before" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "is_id"),
+    [
+        ("Qwen/Qwen2.5-0.5B", True),
+        ("acme/tiny@refs/pr/1", True),
+        ("runs/demo/policy", False),
+        ("./acme/tiny", False),
+        ("/acme/tiny", False),
+        ("tiny", False),
+        ("acme/..", False),
+        ("", False),
+    ],
+)
+def test_an_id_is_told_from_a_path(name: str, is_id: bool) -> None:
+    assert is_hub_id(name) is is_id
+
+
+def test_a_directory_of_the_same_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "acme/tiny").mkdir(parents=True)
+    assert not is_hub_id("acme/tiny")

@@ -1,0 +1,85 @@
+"""README, docs/agents.md and docs/tutorial.md, played from their first block to their last."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT, Reader, blocks_of, reader
+
+from paceline.local.patience import patient
+from paceline.local.ports import free_ports
+
+WORKLOAD = ROOT / "benchmarks/workloads/two_digits"
+SERVICE_PORTS = ("coordinator", "gateway", "http", "policy_trainer", "drafter_trainer", "events")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a reader of README and agents.md stands: a model that can chat, and tasks."""
+    model = tmp_path / "MODEL_DIR"
+    shutil.copytree(WORKLOAD / "policy_start", model)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / "DIR").symlink_to(model)
+    shutil.copy(WORKLOAD / "tasks_train.jsonl", tmp_path / "train.jsonl")
+    return tmp_path
+
+
+def on_free_ports() -> Callable[[str], str]:
+    """What a reader types where the ports of the page are taken."""
+    ports = free_ports(len(SERVICE_PORTS) + 1)
+    own = {name: f"127.0.0.1:{port}" for name, port in zip(SERVICE_PORTS, ports, strict=False)}
+    own["events"] = f"tcp://{own['events']}"
+    words = " ".join(f"'addresses.{name}=\"{address}\"'" for name, address in own.items())
+
+    def typed(text: str) -> str:
+        text = text.replace(".venv/bin/paceline", "paceline")
+        text = text.replace("127.0.0.1:7408", own["http"])
+        text = text.replace("127.0.0.1:8000", f"127.0.0.1:{ports[-1]}")
+        text = text.replace("--http-port 8000", f"--http-port {ports[-1]} --grpc-port 0")
+        return f"{text} {words}" if text.startswith("paceline up ") else text
+
+    return typed
+
+
+def play(page: str, one: Reader, timeout_s: float) -> None:
+    for block in blocks_of(ROOT / page):
+        one.play(block, timeout_s)
+
+
+@pytest.mark.timeout(120)
+def test_readme_is_right_to_its_last_command(folder: Path) -> None:
+    with reader(folder, on_free_ports()) as one:
+        play("README.md", one, patient(60))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_complete_configuration_of_the_agents_page_trains_what_its_agents_earn(
+    folder: Path,
+) -> None:
+    with reader(folder, on_free_ports()) as one:
+        play("docs/agents.md", one, patient(400))
+    summary = json.loads((folder / "runs/agents/summary.json").read_text())
+    assert (summary["phase"], summary["steps"]) == ("finished", 3)
+    assert summary["trajectories_trained"] == 3 * 4 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_tutorial_trains_an_agent_from_an_empty_folder(tmp_path: Path) -> None:
+    with reader(tmp_path, on_free_ports()) as one:
+        play("docs/tutorial.md", one, patient(900))
+    run = tmp_path / "runs/first"
+    rewards = [json.loads(line)["reward_mean"] for line in (run / "steps.jsonl").open()]
+    assert len(rewards) == 16
+    first, last = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+    assert last > first + 0.05, rewards
+    events = [json.loads(line) for line in (run / "journal.jsonl").open()]
+    rewarded_s = next(event[1] for event in events if event[2] == "ShareDone")
+    began_s = (tmp_path / "make_tasks.py").stat().st_mtime
+    print(f"{rewarded_s - began_s:.0f} s to the first rewards; by step: {rewards}")
