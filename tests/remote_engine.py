@@ -35,6 +35,7 @@ from rollout_gateway.engines.nouns import (
     PrefixStats,
     Request,
     RoundSplit,
+    Withheld,
 )
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
@@ -336,6 +337,9 @@ class RemoteEngine:
 
     def force_arm(self, arm: str) -> None:
         self._client.ask(set_speculation=pb.SetSpeculation(forced_arm=arm))
+
+    def quarantine(self, withheld: Withheld) -> None:
+        self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
 
     def merge_evidence(self, evidence: Evidence) -> None:
         self._refresh()

@@ -22,6 +22,8 @@ class DrawnBy(NamedTuple):
     policy_version: int
     arm: str
     number_format: str
+    reused: bool = False  # this and the next as of DrawSpan
+    stale: bool = False
 
 
 class StopText:
@@ -86,6 +88,8 @@ class RunningSequence:
         """Append a round's tokens up to the first end condition; returns how many were taken."""
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
+        if self.copied or self.stale:
+            origin = origin._replace(reused=self.copied > 0, stale=self.stale)
         taken = 0
         for token, logprob, gap in zip(tokens, logprobs, gaps, strict=True):
             self.tokens.append(token)
@@ -149,7 +153,7 @@ class RunningSequence:
             token_ids=tuple(self.tokens[told:]),
             behavior_logprobs=tuple(self.logprobs[told:]),
             version_spans=merged(VersionSpan(*at, one.policy_version) for at, one in drawn),
-            draw_spans=merged(DrawSpan(*at, one.arm, one.number_format) for at, one in drawn),
+            draw_spans=merged(DrawSpan(*at, *one[1:]) for at, one in drawn),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),
