@@ -12,9 +12,9 @@ from rollout_gateway.engines.nouns import Chunk, Request
 from rollout_gateway.engines.sampling import Sampling
 
 
-def prompts(tasks: int, length: int, vocabulary: int) -> list[tuple[int, ...]]:
+def prompts(tasks: int, length: int, vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:
     """One a task."""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     return [tuple(rng.randrange(3, vocabulary) for _ in range(length)) for _ in range(tasks)]
 
 
@@ -26,15 +26,20 @@ def drawn(
     *,
     temperature: float = 1.0,
     first: int = 0,
+    arm: str = "",
     between: Callable[[int], None] = lambda round_number: None,
 ) -> list[Trajectory]:
-    """All samples of the tasks; `between` is called after each round."""
+    """All samples of the tasks, by `arm` or the bandit's choice; `between` is called after each
+    round.
+    """
     asked: dict[int, Request] = {}
     for number in range(len(tasks) * samples):
         sampling = Sampling(
             seed=first + 1000 + number, max_tokens=tokens, temperature=temperature, ignore_eos=True
         )
-        asked[first + number] = Request(first + number, tasks[number // samples], sampling)
+        asked[first + number] = Request(
+            first + number, tasks[number // samples], sampling, forced_arm=arm
+        )
     for request in asked.values():
         engine.enqueue(request)
     ended: list[Trajectory] = []

@@ -2,8 +2,9 @@
 drawing does not where it did not.
 
 A sample of the trajectories is scored by the trainer in the policy version that drew them. Their
-tokens are counted by cells: a cell is one arm, one format of numbers, a beginning that was reused
-or computed, keys and values of this policy or of an earlier one. A cell with enough tokens is
+tokens are counted by cells: a cell is the arms that have drafted in the response so far; one format
+of numbers; a beginning that was reused or computed; keys and values of this
+policy or of an earlier one. A cell with enough tokens is
 judged by the mean of its gaps and by their 99th percentile, then counted anew. Of a cell beyond its
 bound those of its paths are named that no cell within its bound has; one that a named path accounts
 for names nothing. Imports no torch.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from paceline.arm_names import OFF
@@ -25,6 +26,7 @@ from paceline.trajectory import (
     PLAIN_PATH,
     REUSED_PATH,
     SWAPPED_PATH,
+    DrawSpan,
     Trajectory,
 )
 from policy_trainer.config import AuditBound, AuditConfig
@@ -39,6 +41,8 @@ _POOLED = 4
 """Times `least_tokens` that arms without enough tokens of their own have together when they are
 judged as one.
 """
+JOINT, _APART = "+", 2
+"""Between the arms of a cell, and how many it has at most that are told apart."""
 _EXACT, _HALF = "float32", ("bfloat16", "float16")
 
 
@@ -94,22 +98,40 @@ class AuditState:
     named: tuple[str, ...] = ()  # paths, once each
 
 
-def cell_name(arm: str, numbers: str, *, reused: bool, stale: bool) -> str:
-    """The cell of tokens drawn so."""
-    return json.dumps([arm, numbers, reused, stale])
+def cell_name(arms: str, numbers: str, *, reused: bool, stale: bool) -> str:
+    """The cell of tokens drawn so; `arms`: as `drafted_so_far` has them."""
+    return json.dumps([arms, numbers, reused, stale])
 
 
 def paths_of(cell: str) -> tuple[str, ...]:
     """The paths that its tokens came by; none where they came by the plain one."""
-    arm, numbers, reused, stale = json.loads(cell)
-    drafted = DRAFTED_PATH if arm == DRAFTED_PATH else ARM_PATH + arm
+    arms, numbers, reused, stale = json.loads(cell)
     there = {
-        drafted: arm != OFF,
+        **{_drafted_path(arm): arm != OFF for arm in arms.split(JOINT)},
         NUMBERS_PATH + numbers: numbers not in (_EXACT, *_HALF),
         REUSED_PATH: reused,
         SWAPPED_PATH: stale,
     }
     return tuple(path for path, is_one in there.items() if is_one)
+
+
+def _drafted_path(arm: str) -> str:
+    return DRAFTED_PATH if arm == DRAFTED_PATH else ARM_PATH + arm
+
+
+def drafted_so_far(spans: Iterable[DrawSpan]) -> Iterator[str]:
+    """Of each span the arms that have drafted in its response up to its end, joined by JOINT: "off"
+    where none has, DRAFTED_PATH where more than two have. What a drafted round leaves in the cache
+    all later ones read.
+    """
+    arms: set[str] = set()
+    end = -1
+    for span in spans:
+        if span.start != end:
+            arms = set()  # another turn
+        arms |= {span.arm} - {OFF}
+        end = span.end
+        yield DRAFTED_PATH if len(arms) > _APART else JOINT.join(sorted(arms)) or OFF
 
 
 def is_audited(one: Trajectory, share: float) -> bool:
@@ -178,12 +200,12 @@ def _ripe(
     pools: dict[str, list[str]] = {}
     for name in left:
         arm, *rest = json.loads(name)
-        if arm != OFF:
+        if arm != OFF:  # those of several arms go along
             pools.setdefault(json.dumps([DRAFTED_PATH, *rest]), []).append(name)
     for pool, members in pools.items():
         together = sum((left[name] for name in members), AuditCell())
         if len(members) > 1 and together.tokens >= _POOLED * least:
-            ripe[pool] = together
+            ripe[pool] = ripe.get(pool, AuditCell()) + together
             left = {name: one for name, one in left.items() if name not in members}
     return ripe, left
 
@@ -196,10 +218,15 @@ def _blamed(
     cell: str, named: Iterable[str], now: Mapping[str, bool], before: Mapping[str, bool]
 ) -> tuple[str, ...]:
     """The paths that account for a cell beyond its bound; none where a named one does. What another
-    cell of this step clears is no suspect, nor what an earlier one did where others are left.
+    cell of this step clears is no suspect, nor what an earlier one did where others are left. Of
+    those left the ones that are meant to be inexact come first: once they are gone the others show
+    what they are.
     """
     own = paths_of(cell)
     if PLAIN_PATH in named or set(own) & set(named):
+        return ()
+    arms = [path for path in named if path.startswith(ARM_PATH)]
+    if DRAFTED_PATH in (own if arms else ()):
         return ()
     if DRAFTED_PATH in named and any(path.startswith(ARM_PATH) for path in own):
         return ()
@@ -207,8 +234,12 @@ def _blamed(
     for verdicts in (now, before):
         cleared = {path for name, fine in verdicts.items() if fine for path in paths_of(name)}
         suspects = tuple(path for path in suspects if path not in cleared) or suspects
-    return suspects or (PLAIN_PATH,)
+    rough = tuple(path for path in suspects if path.startswith(NUMBERS_PATH))
+    rough += tuple(path for path in suspects if path == SWAPPED_PATH)
+    return rough or suspects or (PLAIN_PATH,)
 
 
-def _by_paths(cell: str) -> tuple[int, str]:
-    return len(paths_of(cell)), cell
+def _by_paths(cell: str) -> tuple[int, bool, str]:
+    """The fewer paths, the clearer; an arm of its own before several."""
+    paths = paths_of(cell)
+    return len(paths), DRAFTED_PATH in paths, cell

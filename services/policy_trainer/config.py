@@ -56,8 +56,8 @@ class AuditConfig(Config):
     """
 
     share: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of the trajectories, drawn by a hash of their seeds; 0 switches the audit off. Tokens of
-    the weights that a step starts from are not computed again for it.
+    """Share of the trajectories, drawn by a hash of their seeds; 0 switches the audit off. Tokens
+    of the weights that a step starts from are not computed again for it.
     """
     least_tokens: int = Field(default=256, ge=100)
     """Tokens drawn alike that a verdict rests on."""
@@ -65,13 +65,13 @@ class AuditConfig(Config):
     """Earlier versions of the weights that stay in the CPU's memory for the tokens which they drew,
     where `max_staleness` lets such tokens in; tokens of older ones are not audited.
     """
-    float32: AuditBound = AuditBound(mean=1e-3, upper=1e-2)
+    float32: AuditBound = AuditBound(mean=5e-4, upper=5e-3)
     """Where engine and trainer compute in float32."""
-    bfloat16: AuditBound = AuditBound(mean=0.05, upper=0.5)
+    bfloat16: AuditBound = AuditBound(mean=0.05, upper=1.0)
     """Where one of them computes in 16 bits."""
-    quantised: AuditBound = AuditBound(mean=0.2, upper=2.0)
+    quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
     """Where the engine rounds weights to fewer bits."""
-    swapped: AuditBound = AuditBound(mean=0.2, upper=2.0)
+    swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 
 

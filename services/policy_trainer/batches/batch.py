@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from paceline.trajectory import Trajectory
-from policy_trainer.audit import cell_name, is_audited
+from policy_trainer.audit import cell_name, drafted_so_far, is_audited
 from policy_trainer.batches.prefixes import Tokens, TreeRow
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -38,7 +38,7 @@ class TrainBatch:
     behavior_logprobs: Float[Tensor, " T"]
     lags: Int[Tensor, " T"]  # policy versions between the weights that drew it and the step's start
     ways: Int[Tensor, " T"]  # number of the way it was drawn; -1: not known
-    way_names: UInt8[Tensor, " C"]  # JSON of their [arm, number format, reused, stale]
+    way_names: UInt8[Tensor, " C"]  # JSON of their [fields of DrawSpan, arm so far]
     audited: Bool[Tensor, " B"]  # trajectories in the audit's sample
 
     @property
@@ -56,7 +56,7 @@ class TrainBatch:
         beginning that was computed for them, and which behind another's.
         """
         masks = dict[str, Tensor]()
-        for (arm, numbers, reused, _), own in self._by_way(tokens):
+        for (arm, numbers, reused, *_), own in self._by_way(tokens):
             start = "reused" if reused else "computed"
             for key in (f"arm={arm}", f"numbers={numbers}", f"start={start}"):
                 masks[key] = masks[key] | own if key in masks else own
@@ -65,15 +65,16 @@ class TrainBatch:
     def masks_by_cell(self, tokens: Int[Tensor, " M"], lag: int) -> dict[str, Bool[Tensor, " M"]]:
         """Which of these trained tokens are audited and of that lag, by the audit's cells."""
         mine = self.audited[self.owners[tokens]] & (self.lags[tokens] == lag)
-        return {
-            cell_name(arm, numbers, reused=reused, stale=stale): own & mine
-            for (arm, numbers, reused, stale), own in self._by_way(tokens)
-            if bool((own & mine).any())
-        }
+        masks = dict[str, Tensor]()
+        for (_, numbers, reused, stale, so_far), own in self._by_way(tokens):
+            name, own = cell_name(so_far, numbers, reused=reused, stale=stale), own & mine
+            if own.any():
+                masks[name] = masks[name] | own if name in masks else own
+        return masks
 
     def _by_way(
         self, tokens: Int[Tensor, " M"]
-    ) -> Iterator[tuple[tuple[str, str, bool, bool], Bool[Tensor, " M"]]]:
+    ) -> Iterator[tuple[tuple[str, str, bool, bool, str], Bool[Tensor, " M"]]]:
         """Each way that some of these tokens were drawn, and which."""
         names = json.loads(self.way_names.numpy().tobytes())
         chosen = self.ways[tokens]
@@ -124,8 +125,8 @@ def make_batch(
     for start, one in zip(starts, trajectories, strict=False):
         for span in one.version_spans:
             versions[start + span.start : start + span.end] = span.policy_version
-        for drawn in one.draw_spans:
-            way = names.setdefault(astuple(drawn)[2:], len(names))
+        for drawn, so_far in zip(one.draw_spans, drafted_so_far(one.draw_spans), strict=True):
+            way = names.setdefault((*astuple(drawn)[2:], so_far), len(names))
             ways[start + drawn.start : start + drawn.end] = way
     owners = np.repeat(np.arange(len(lengths)), lengths)
     logprobs = _flat([one.behavior_logprobs for one in trajectories], np.float32)

@@ -17,7 +17,7 @@ from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
-DAMAGE = 1.5
+DAMAGE = 2.0
 """Factor of what is damaged."""
 
 
@@ -65,9 +65,9 @@ def _damage_rounding(engine: EmbeddedEngine) -> None:
 
     def damaged(path: Path) -> DecoderWeights:
         found = load(path)
-        return replace(found, norm=found.norm * DAMAGE)
+        return replace(found, norm=found.norm / DAMAGE)
 
-    weights.policy = replace(weights.policy, norm=weights.policy.norm * DAMAGE)
+    weights.policy = replace(weights.policy, norm=weights.policy.norm / DAMAGE)
     weights._loaders = replace(weights._loaders, load=damaged)
 
 
