@@ -41,6 +41,8 @@ _POOLED = 4
 """Times `least_tokens` that arms without enough tokens of their own have together when they are
 judged as one.
 """
+_HINT = 8
+"""Part of `least_tokens` that clears."""
 JOINT, _APART = "+", 2
 """Between the arms of a cell, and how many it has at most that are told apart."""
 _EXACT, _HALF = "float32", ("bfloat16", "float16")
@@ -169,11 +171,12 @@ def judged(
     ripe, left = _ripe(state.open | added, settings.least_tokens)
     bounds = {name: bound_of(name, settings, compute_dtype) for name in ripe}
     now = {name: _is_within(gaps, bounds[name]) for name, gaps in ripe.items()}
+    seen = now | _hints(left, settings, compute_dtype)
     named = list(state.named)
     verdicts = []
     for cell in sorted((name for name, fine in now.items() if not fine), key=_by_paths):
         gaps, bound = ripe[cell], bounds[cell]
-        for path in _blamed(cell, named, now, state.within):
+        for path in _blamed(cell, named, seen, state.within):
             named.append(path)
             verdicts.append(
                 PathVerdict(path, gaps.tokens, gaps.mean, gaps.upper, bound.mean, bound.upper)
@@ -208,6 +211,18 @@ def _ripe(
             ripe[pool] = ripe.get(pool, AuditCell()) + together
             left = {name: one for name, one in left.items() if name not in members}
     return ripe, left
+
+
+def _hints(
+    cells: Mapping[str, AuditCell], settings: AuditConfig, compute_dtype: str
+) -> dict[str, bool]:
+    """Cells with some tokens, all well: too few for a verdict, enough to clear their paths."""
+    return {
+        name: True
+        for name, one in cells.items()
+        if one.tokens >= settings.least_tokens // _HINT
+        and _is_within(one, bound_of(name, settings, compute_dtype))
+    }
 
 
 def _is_within(gaps: AuditCell, bound: AuditBound) -> bool:

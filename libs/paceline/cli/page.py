@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from paceline.cli.access import run_directory
-from paceline.cli.results import JOURNAL, collect
+from paceline.cli.results import JOURNAL, SAMPLES, collect
 from paceline.cli.run_files import RunFiles, files_of
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig, load_config
@@ -32,6 +32,7 @@ from paceline.local.ports import free_ports
 from paceline.local.tokens import use_run_tokens
 from paceline.report.html import content, document, style_sheet
 from paceline.report.journal import read_history
+from paceline.report.samples import read_samples
 from paceline.report.spans import read_report
 from paceline.report.summary import summarize
 from paceline.rpc import names_loopback
@@ -87,9 +88,9 @@ class LivePage:
         history = read_history(self._copy.directory / JOURNAL)
         spans = read_report(self._copy.spans)
         settings = self._files.read_config()
-        return content(
-            summarize(self._files.run_id, history, ledger, spans, {}, settings), history, spans
-        )
+        samples = read_samples(self._copy.directory / SAMPLES)
+        summary = summarize(self._files.run_id, history, ledger, spans, {}, settings)
+        return content(summary, history, spans, samples)
 
     async def watch(self) -> None:
         """Follows the run's facts until it ends, and tells listeners what changes."""

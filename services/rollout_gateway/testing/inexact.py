@@ -5,7 +5,7 @@ What it serves is real but for the damage, which is done to keys and values, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,9 @@ from rollout_gateway.engines import EngineKind
 from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from rollout_gateway.engines.embedded.rows import layout_of_settings
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import RowLayout
 
 DAMAGE = 2.0
 """Factor of what is damaged."""
@@ -71,6 +73,11 @@ def _damage_rounding(engine: EmbeddedEngine) -> None:
     weights._loaders = replace(weights._loaders, load=damaged)
 
 
+def layout_of_inexact(settings: Mapping[str, Any]) -> RowLayout:
+    """As of the embedded engine, whose own settings an engine by import path is not given."""
+    return layout_of_settings({"more_drafters": (), "capture_inner": (), **settings})
+
+
 _FAULTS: dict[str, Callable[[EmbeddedEngine], None]] = {
     "reused": _damage_copies,
     "drafted": _damage_drafts,
@@ -79,5 +86,5 @@ _FAULTS: dict[str, Callable[[EmbeddedEngine], None]] = {
 INEXACT = EngineKind(
     f"{__name__}:InexactSpec",
     f"{__name__}:build_inexact",
-    "rollout_gateway.engines.embedded.rows:layout_of_settings",
+    f"{__name__}:layout_of_inexact",
 )

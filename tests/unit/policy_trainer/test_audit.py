@@ -95,6 +95,13 @@ def test_what_a_named_path_accounts_for_names_nothing_more() -> None:
     assert named(cells, state) == []  # said once
 
 
+def test_few_tokens_that_are_well_clear_a_suspect_and_fewer_do_not() -> None:
+    wrong = {cell("drafted", "float32", "reused"): gaps(WRONG)}
+    few = {cell("drafted"): gaps(FINE, 30)}
+    assert named(wrong | few) == ["reused"]
+    assert named(wrong | {cell("drafted"): gaps(FINE, 20)}) == ["drafted", "reused"]
+
+
 def test_a_broken_engine_is_named_as_such_and_no_path_is() -> None:
     everything = (cell(), cell(EAGLE), cell("off", "float32", "reused"))
     assert named(dict.fromkeys(everything, gaps(WRONG))) == ["plain"]
