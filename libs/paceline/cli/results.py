@@ -30,8 +30,8 @@ SAMPLES = "samples.jsonl"
 
 
 async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
-    """Copy the journal and some samples beside the run and count its trajectories, while Redis still
-    serves. Raises Unavailable.
+    """Copy the journal and some samples beside the run and count its trajectories, while Redis
+    still serves. Raises Unavailable.
     """
     client = connect(resolved(config).redis.durable_url)
     try:

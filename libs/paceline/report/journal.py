@@ -214,4 +214,4 @@ class _Told:
         else:
             decision, details = str(data.get("decision", "promoted")), data.get("details", {})
             self.decisions[decision] += 1
-            self.gate.append(Ruling(step, decision, int(data["drafter_version"]), details))
+            self.gate.append(Ruling(step, decision, int(data.get("drafter_version", 0)), details))
