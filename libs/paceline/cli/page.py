@@ -155,7 +155,7 @@ class LivePage:
                 self._heard.clear()
 
     async def _events(self) -> AsyncIterator[str]:
-        heard = dict.fromkeys(self._number, -1)
+        heard = {**dict.fromkeys(self._number, -1), "queues": 0}
         while True:
             for kind, number in self._number.items():
                 if heard[kind] != number:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
@@ -45,19 +46,19 @@ async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sa
     """Of the trajectories that Redis holds still, newest first; of each task one. None where the
     model has no tokenizer.
     """
-    codec = await asyncio.to_thread(_codec, tokenizer)
-    if codec is None:
+    entries = await client.xrevrange(run_key(run_id, "trajectories"), count=4 * SHOWN)
+    return await asyncio.to_thread(_read, entries, tokenizer)
+
+
+def _read(entries: Any, tokenizer: Path) -> list[Sample]:
+    if not tokenizer.is_file():
         return []
-    entries = await client.xrevrange(run_key(run_id, "trajectories"), count=SHOWN * 8)
+    codec = Tokenizer.from_file(str(tokenizer))
     found: dict[str, Trajectory] = {}
     for _, fields in entries:
         if (one := _decoded(fields)) is not None:
             found.setdefault(one.task_id, one)
     return [sample_of(one, codec) for one in list(found.values())[:SHOWN]]
-
-
-def _codec(tokenizer: Path) -> Tokenizer | None:
-    return Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
 
 
 def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:

@@ -153,7 +153,10 @@ class RunningSequence:
             token_ids=tuple(self.tokens[told:]),
             behavior_logprobs=tuple(self.logprobs[told:]),
             version_spans=merged(VersionSpan(*at, one.policy_version) for at, one in drawn),
-            draw_spans=merged(DrawSpan(*at, *one[1:]) for at, one in drawn),
+            draw_spans=merged(
+                DrawSpan(*at, one.arm, one.number_format, one.reused, one.stale)
+                for at, one in drawn
+            ),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),

@@ -36,6 +36,7 @@ from rollout_gateway.engines.nouns import (
     RoundSplit,
     RowLayout,
     Withheld,
+    missing,
 )
 from rollout_gateway.engines.requests.admission import Admission, check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm, situation_of
@@ -200,7 +201,9 @@ class ScriptedEngine:
         self._forced = arm
 
     def quarantine(self, withheld: Withheld) -> None:
-        """See Engine.quarantine; a script reuses and rounds nothing."""
+        """See Engine.quarantine; a script reuses nothing."""
+        if withheld.rounding:
+            raise missing("scripted", Capability.FULL_NUMBERS)
         self._barred = frozenset(withheld.arms)
 
     def merge_evidence(self, evidence: Evidence) -> None:
