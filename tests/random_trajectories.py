@@ -44,7 +44,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         "loss_mask": row(st.integers(0, 1)),
         "behavior_logprobs": row(LOGPROBS),
         "version_spans": st.lists(st.builds(VersionSpan, COUNTS, COUNTS, COUNTS)).map(tuple),
-        "draw_spans": st.lists(st.builds(DrawSpan, COUNTS, COUNTS, WORDS, WORDS)).map(tuple),
+        "draw_spans": st.lists(
+            st.builds(DrawSpan, COUNTS, COUNTS, WORDS, WORDS, st.booleans(), st.booleans())
+        ).map(tuple),
         "reward": st.none() | st.floats(allow_nan=False),
         "seed": st.integers(1, 2**63 - 1),
         "temperature": st.floats(0.125, 10),

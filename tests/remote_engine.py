@@ -36,6 +36,7 @@ from rollout_gateway.engines.nouns import (
     Request,
     RoundSplit,
     StageTime,
+    Withheld,
 )
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
@@ -338,6 +339,9 @@ class RemoteEngine:
 
     def force_arm(self, arm: str) -> None:
         self._client.ask(set_speculation=pb.SetSpeculation(forced_arm=arm))
+
+    def quarantine(self, withheld: Withheld) -> None:
+        self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
 
     def merge_evidence(self, evidence: Evidence) -> None:
         self._refresh()

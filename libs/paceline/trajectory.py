@@ -57,12 +57,23 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class DrawSpan:
-    """Tokens [start, end) were drawn alike: in rounds of one arm, with one format of numbers."""
+    """Tokens [start, end) were drawn alike: in rounds of one arm, with one format of numbers, over
+    keys and values that were made alike.
+    """
 
     start: int
     end: int
     arm: str
     number_format: str  # "float32", "bfloat16", "int8" ...
+    reused: bool = False  # keys and values of the beginning were another sequence's
+    stale: bool = False  # ... or were computed under an earlier policy
+
+
+PLAIN_PATH, DRAFTED_PATH, REUSED_PATH, SWAPPED_PATH = "plain", "drafted", "reused", "swapped"
+ARM_PATH, NUMBERS_PATH = "arm=", "numbers="
+"""Names of the ways by which a token may have come, in an audit; the last two go before a name. See
+proto AuditVerdict.
+"""
 
 
 Span = TypeVar("Span", VersionSpan, DrawSpan)

@@ -41,6 +41,40 @@ class AdaptersConfig(Config):
         return self.alpha / self.rank
 
 
+class AuditBound(Config):
+    """How far log-probs of the engine may be from the trainer's, nats."""
+
+    mean: float = Field(gt=0)
+    """Largest mean gap that is taken for rounding."""
+    upper: float = Field(gt=0)
+    """Largest 99th percentile of the gaps that is."""
+
+
+class AuditConfig(Config):
+    """The exactness audit: the trainer scores a sample of the tokens again, in the policy version
+    that drew them. A way of drawing that is beyond its bound is turned off.
+    """
+
+    share: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of the trajectories, drawn by a hash of their seeds; 0 switches the audit off. Tokens
+    of the weights that a step starts from are not computed again for it.
+    """
+    least_tokens: int = Field(default=256, ge=100)
+    """Tokens drawn alike that a verdict rests on."""
+    kept_versions: int = Field(default=1, ge=0)
+    """Earlier versions of the weights that stay in the CPU's memory for the tokens which they drew,
+    where `max_staleness` lets such tokens in; tokens of older ones are not audited.
+    """
+    float32: AuditBound = AuditBound(mean=5e-4, upper=5e-3)
+    """Where engine and trainer compute in float32."""
+    bfloat16: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    """Where one of them computes in 16 bits."""
+    quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    """Where the engine rounds weights to fewer bits."""
+    swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
+    """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
+
+
 class PolicyTrainerConfig(ServiceConfig):
     """The policy trainer's tree."""
 
@@ -98,6 +132,7 @@ class PolicyTrainerConfig(ServiceConfig):
     with an older one is not trained at all. Empty: coordinator.max_policy_lag in a whole run, else
     0.
     """
+    audit: AuditConfig = AuditConfig()
     group_filter: str = ""
     """Your own choice of the groups that are trained, module:function or file.py:function: asked of
     the trajectories of each that would be. Those it says False of are dropped as "filtered".

@@ -8,6 +8,7 @@ from typing import get_args
 from paceline.ranks.messages import Doing, Failed, Impaired, Save, Saved
 from paceline.tagged_json import TaggedJson
 from paceline.v1.trajectory_pb2 import CommandContext
+from policy_trainer.audit import AuditCell, AuditState, PathVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class StepFacts:
     train_s: float = 0.0
     world_size: int = 0
     skipped_updates: int = 0  # not taken: the loss or the gradient was not finite
+    cells: dict[str, AuditCell] = field(default_factory=dict)  # what of it was audited
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Progress:
     batch: BatchFacts = field(default_factory=BatchFacts)  # of that step
     figures: StepFacts = field(default_factory=StepFacts)  # of that step
     skipped_in_row: int = 0  # last steps that skipped an update
+    audit: AuditState = field(default_factory=AuditState)
+    beyond: tuple[PathVerdict, ...] = ()  # what the audit of that step has named
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ class RankZero:
         records = self._records.load()
         missed = [record for record in records if record.step > progress.step]
         _check_replay(progress.policy_version, missed, found)
-        replays = [collected_of(self._batcher.take(record)) for record in missed]
+        share = self._config.audit.share
+        replays = [collected_of(self._batcher.take(record), share) for record in missed]
         for record in records:
             self._runner.run(self._batcher.settle(record))
             self._runner.run(self._batcher.mark(record))
@@ -200,7 +201,9 @@ class RankZero:
             began = time.perf_counter()
             batch = await self._batcher.collect(wanted)
             link_current(batch.links)
-            collected = collected_of(batch, waited_s=time.perf_counter() - began)
+            collected = collected_of(
+                batch, self._config.audit.share, waited_s=time.perf_counter() - began
+            )
             self._records.append(batch.record)
             await self._batcher.settle(batch.record)
             count_batch(batch)

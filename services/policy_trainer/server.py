@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, FailedPrecondition, InvalidInput, PacelineError
-from paceline.messages import shared_fields
+from paceline.messages import shared_fields, to_message
 from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
@@ -162,4 +162,5 @@ def _stepped(progress: Progress) -> pb.PolicyStepped:
         policy_version=progress.policy_version,
         **shared_fields(progress.batch, pb.PolicyStepped),
         **shared_fields(progress.figures, pb.PolicyStepped),
+        beyond=[to_message(one, pb.AuditVerdict) for one in progress.beyond],
     )

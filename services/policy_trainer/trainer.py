@@ -25,6 +25,7 @@ from paceline.training.checkpoints import (
 )
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero, tensors_from_rank_zero
+from policy_trainer.audit import audit_figures, judged
 from policy_trainer.batches.batch import TrainBatch
 from policy_trainer.batches.collected import Collected
 from policy_trainer.best import Best, read_best, write_best
@@ -251,6 +252,11 @@ class PolicyTrainer:
             waited = {"seconds/batch_wait": collected.waited_s}
             figures = dataclasses.replace(figures, figures={**figures.figures, **waited})
 
+        audit, beyond = judged(
+            self.progress.audit, figures.cells, self.config.audit, self.config.compute_dtype
+        )
+        measured = {**figures.figures, **audit_figures(figures.cells)}
+        figures = dataclasses.replace(figures, figures=measured, cells={})
         facts = collected.facts if collected else BatchFacts()  # only rank 0 is asked for them
         self.progress = dataclasses.replace(
             self.progress,
@@ -260,6 +266,8 @@ class PolicyTrainer:
             batch=facts,
             figures=figures,
             skipped_in_row=self.progress.skipped_in_row + 1 if figures.skipped_updates else 0,
+            audit=audit,
+            beyond=beyond,
         )
         if self.zero:
             UPDATES.record(self.learner.updates - updates)

@@ -49,6 +49,7 @@ from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.keeper import RowShape
 from rollout_gateway.workers.lending import Lending
 from rollout_gateway.workers.process import WorkerProcess
+from rollout_gateway.workers.quarantine import Quarantined
 from rollout_gateway.workers.router import Router
 from rollout_gateway.workers.weights import WorkerWeights
 
@@ -100,6 +101,7 @@ class Gateway:
         self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
+        self.quarantined = Quarantined(self.router, config.engine.command_deadline_s)
         self.router.on_ready = self._equip
         self.router.loans.on_return = self.weights.take_memory
         guard = EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS)
@@ -240,6 +242,7 @@ class Gateway:
             raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
         await self.weights.load_committed(process)
         self.router.evidence.teach(process, self.weights.versions)
+        await self.quarantined.tell(process)
         if self._forced_arm:
             await self._force(process)
 

@@ -51,6 +51,13 @@ DRAFTS_ACCEPTED = Counter(
     "those that were accepted; by those proposed it is acceptance by position",
 )
 
+QUARANTINED = UpDownCounter(
+    "paceline.gateway.quarantined",
+    "{path}",
+    ("path",),
+    "1 for each path that no worker takes because the audit found it inexact",
+)
+
 # Workers, when somebody looks.
 ENGINE_TOKENS = Counter(
     "paceline.engine.tokens",

@@ -30,6 +30,7 @@ from rollout_gateway.engines.nouns import (
     PrefixStats,
     Request,
     StageTime,
+    Withheld,
 )
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -904,3 +905,43 @@ def test_a_second_turn_reuses_its_prefix_and_says_what_it_says_alone(case: Case)
     fresh.flush_cache()
     fresh.enqueue(second)
     assert tokens_of(drain(fresh)[1]) == list(chunk.token_ids)
+
+
+def test_what_is_in_quarantine_is_gone_without_and_no_token_changes(case: Case) -> None:
+    siblings = [replace(request(n), prompt=tuple(range(40, 70))) for n in range(1, 4)]
+    arm = next(arm for arm in case.build(None).info.arms if arm != "off")
+    siblings = [replace(one, forced_arm=arm) for one in siblings]
+    engine = case.build(None)
+    for one in siblings:
+        engine.enqueue(one)
+    before = drain(engine)
+    drawn = [way for chunks in before.values() for one in chunks for way in one.draw_spans]
+    assert {way.arm for way in drawn} - {"off"} == {arm}
+    assert any(way.reused for way in drawn) == case.reuses
+
+    engine = case.build(None)
+    engine.quarantine(Withheld(arms=(arm, "no such arm"), reuse=True))
+    for one in siblings:
+        engine.enqueue(one)
+    after = drain(engine)
+    drawn = [way for chunks in after.values() for one in chunks for way in one.draw_spans]
+    assert {(way.arm, way.reused) for way in drawn} == {("off", False)}
+    assert {n: tokens_of(chunks) for n, chunks in after.items()} == {
+        n: tokens_of(chunks) for n, chunks in before.items()
+    }
+    engine.quarantine(Withheld())  # an engine outlives a test
+
+
+def test_an_engine_that_cannot_serve_without_rounding_says_so_and_changes_nothing(
+    case: Case,
+) -> None:
+    engine = case.build(None)
+    if Capability.FULL_NUMBERS in engine.info.capabilities:
+        engine.quarantine(Withheld(rounding=True))
+        return
+    with pytest.raises(MissingCapability, match="full_numbers"):
+        engine.quarantine(Withheld(arms=tuple(engine.info.arms), rounding=True))
+    arm = next(arm for arm in engine.info.arms if arm != "off")
+    engine.enqueue(replace(request(1), forced_arm=arm))
+    (chunks,) = drain(engine).values()
+    assert arm in {way.arm for one in chunks for way in one.draw_spans}

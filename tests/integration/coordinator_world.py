@@ -82,6 +82,10 @@ class Script:
     workers_lost: int = 0
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
+    beyond: dict[int, list[str]] = field(default_factory=dict)  # what the audit of a step names
+    quarantines: list[tuple[str, ...]] = field(default_factory=list)
+    quarantines_failed: int = 0
+    modes: list[int] = field(default_factory=list)  # of the commits
     spoiled: bool = False  # the gateway's spool, after the first commit
     policy_gone: bool = False  # from there, when the trainer has trained on
     activated: asyncio.Event = field(default_factory=asyncio.Event)
@@ -190,6 +194,14 @@ class Gateway(RolloutServiceServicer):
         script.rolling_out.discard(step)
         yield rollout_pb2.RunTasksResponse(finished=finished)
 
+    async def Quarantine(self, request: Any, context: Any) -> Any:
+        self.guard.check(request.context, Track.LEARNER)
+        if self.script.quarantines_failed:
+            self.script.quarantines_failed -= 1
+            raise ResourceExhausted("not now")
+        self.script.quarantines.append(tuple(request.paths))
+        return rollout_pb2.QuarantineResponse(unmet=[p for p in request.paths if p == "plain"])
+
     async def ReleaseWorkers(self, request: Any, context: Any) -> Any:
         if self.script.release_fails == len(request.workers):
             self.script.release_fails = 0
@@ -266,6 +278,8 @@ class Weights(WeightServiceServicer):
                 "drafter version is not prepared", seen=request.versions.drafter, allowed=[0]
             )
         assert not (self.script.one_version and self.script.rolling_out)
+        if self.name == "gateway":
+            self.script.modes.append(request.mode)
         self.script.serving[self.name] = request.versions
         if self.name == "gateway":
             if self.script.spoiled and not self.script.commits:
@@ -326,6 +340,8 @@ class Policy(PolicyServiceServicer):
         stepped = policy_pb2.PolicyStepped(
             policy_version=version, figures={"loss": 0.5}, reward_mean=0.25, world_size=2
         )
+        for path in self.script.beyond.get(step, []):
+            stepped.beyond.add(path=path, tokens=300, mean=0.5, upper=2.0, mean_bound=1e-3)
         self.script.trained_from[step] = request.policy_version
         await self.script.told()
         yield policy_pb2.TrainStepResponse(stepped=stepped)

@@ -142,7 +142,12 @@ class World(RuleBasedStateMachine):
             case commands.AwaitService(service):
                 self.calls[f"await {service}"] = command
                 return
-            case commands.CloseStep() | commands.AbortDrafter() | commands.Refuse():
+            case (
+                commands.CloseStep()
+                | commands.AbortDrafter()
+                | commands.Quarantine()
+                | commands.Refuse()
+            ):
                 return
             case _:
                 pass
@@ -259,8 +264,8 @@ class World(RuleBasedStateMachine):
         self.feed(events.Preempted(self.tick(), command.epoch))
 
     @precondition(lambda self: "TrainPolicy" in self.calls)
-    @rule(lost=st.booleans())
-    def policy_news(self, lost: bool) -> None:
+    @rule(lost=st.booleans(), inexact=st.sampled_from(["", "", "reused", "arm=eagle:3_1_4"]))
+    def policy_news(self, lost: bool, inexact: str = "") -> None:
         command = self.call(commands.TrainPolicy)
         assert isinstance(command, commands.TrainPolicy)
         self.feed(events.WorkersReleased(self.tick(), command.epoch, Holder.POLICY))
@@ -269,6 +274,10 @@ class World(RuleBasedStateMachine):
             self.feed(
                 events.TrainerFailed(self.tick(), command.epoch, Service.POLICY_TRAINER, "died")
             )
+        elif inexact and self.stepped:
+            known = self.state.quarantined
+            self.feed(events.PathsBeyondBound(self.tick(), command.epoch, (inexact, inexact)))
+            assert self.state.quarantined == tuple(dict.fromkeys((*known, inexact)))
         elif not self.stepped:
             self.stepped = True
             self.feed(events.PolicyStepped(self.tick(), command.epoch, command.policy_version + 1))

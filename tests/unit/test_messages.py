@@ -40,6 +40,8 @@ def noun_of(cls: type[Any]) -> st.SearchStrategy[Any]:
             if one.name.endswith("_at")
             else st.text(min_size=1)
             if one.name in TEXTS
+            else st.just(True)
+            if one.type == "bool"
             else COUNTS
             for one in fields(cls)
         },

@@ -1,10 +1,24 @@
 // The live page: what the server renders is put in place; nothing is computed here.
 "use strict";
-const run = document.getElementById("run"), state = document.getElementById("state");
+const [run, state, queues] = ["run", "state", "queues"].map((id) => document.getElementById(id));
 
 async function show() {
   const answer = await fetch("content");
-  if (answer.ok) run.innerHTML = await answer.text();
+  if (!answer.ok) return;
+  const opened = () => [...run.querySelectorAll("details")];
+  const open = new Set(opened().filter((one) => one.open).map((one) => one.innerText.split("\n")[0]));
+  const before = opened().length;
+  run.innerHTML = await answer.text();
+  if (before) for (const one of opened()) one.open = open.has(one.innerText.split("\n")[0]);
+}
+
+function waits(event) {
+  queues.replaceChildren(...Object.entries(JSON.parse(event.data)).map(([name, value]) => {
+    const one = document.createElement("span"), figure = document.createElement("b");
+    figure.textContent = value;
+    one.append(figure, ` ${name}`);
+    return one;
+  }));
 }
 
 function told(event) {
@@ -18,4 +32,5 @@ function told(event) {
 const news = new EventSource("events");
 news.addEventListener("content", show);
 news.addEventListener("state", told);
+news.addEventListener("queues", waits);
 news.onerror = () => { state.textContent = "the page's server is away; asking again"; };

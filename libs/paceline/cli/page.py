@@ -10,10 +10,11 @@ import json
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from rich.console import Console
@@ -23,7 +24,8 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from paceline.cli.access import directory_of
-from paceline.cli.results import JOURNAL, collect
+from paceline.cli.queues import read_queues
+from paceline.cli.results import JOURNAL, SAMPLES, collect
 from paceline.cli.run_files import RunFiles, files_of
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig, load_config
@@ -32,6 +34,7 @@ from paceline.local.ports import free_ports
 from paceline.local.tokens import use_run_tokens
 from paceline.report.html import content, document, style_sheet
 from paceline.report.journal import read_history
+from paceline.report.samples import read_samples
 from paceline.report.spans import read_report
 from paceline.report.summary import summarize
 from paceline.rpc import names_loopback
@@ -45,6 +48,7 @@ _POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 
 _REST = 20.0
 """Times as long as a drawing took, it is not drawn again: a twentieth of a core at most."""
 _LEAST_REST_S, _STATE_REST_S = 1.0, 0.2
+_QUEUES_REST_S = 2.0
 _SILENCE_S = 15.0
 """A listener hears at least so often that its connection lives."""
 _NOTHING = "<p class='empty'>the run has not begun</p>"
@@ -62,7 +66,10 @@ class LivePage:
         self.state = RunState(config.run.id, 0, self._finished, on_change=self._changed.set)
         self.drawn = _NOTHING
         self._news = asyncio.Condition()
-        self._number = {"content": 0, "state": 0}  # of the newest of each kind
+        self._number = {"content": 0, "state": 0, "queues": 0}  # of the newest of each kind
+        self._queues: dict[str, str] = {}
+        self._listeners = 0
+        self._heard = asyncio.Event()  # somebody listens
 
     def _finished(self, record: StepRecord) -> None:
         self._due.set()
@@ -87,9 +94,9 @@ class LivePage:
         history = read_history(self._copy.directory / JOURNAL)
         spans = read_report(self._copy.spans)
         settings = self._files.read_config()
-        return content(
-            summarize(self._files.run_id, history, ledger, spans, {}, settings), history, spans
-        )
+        samples = read_samples(self._copy.directory / SAMPLES)
+        summary = summarize(self._files.run_id, history, ledger, spans, {}, settings)
+        return content(summary, history, spans, samples)
 
     async def watch(self) -> None:
         """Follows the run's facts until it ends, and tells listeners what changes."""
@@ -109,6 +116,16 @@ class LivePage:
         finally:
             telling.cancel()
 
+    async def measure(self) -> None:
+        """Looks at the queues while somebody listens, for ever: nothing tells of their lengths."""
+        while True:
+            await self._heard.wait()
+            found = await read_queues(self._config)
+            if found != self._queues:
+                self._queues = found
+                await self._tell("queues")
+            await asyncio.sleep(_QUEUES_REST_S)
+
     def state_json(self) -> str:
         """The state, as listeners get it."""
         known = self.state
@@ -124,21 +141,39 @@ class LivePage:
         )
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: `state` with the state, `content` when there is a new drawing. A slow
-        listener misses what was between.
+        """Server-sent events: `state` with the state, `queues` with what waits, `content` when
+        there is a new drawing. A slow listener misses what was between.
         """
-        heard = dict.fromkeys(self._number, -1)
+        self._listeners += 1
+        self._heard.set()
+        try:
+            async for event in self._events():
+                yield event
+        finally:
+            self._listeners -= 1
+            if not self._listeners:
+                self._heard.clear()
+
+    async def _events(self) -> AsyncIterator[str]:
+        heard = {**dict.fromkeys(self._number, -1), "queues": 0}
         while True:
             for kind, number in self._number.items():
                 if heard[kind] != number:
                     heard[kind] = number
-                    data = self.state_json() if kind == "state" else str(number)
-                    yield f"event: {kind}\ndata: {data}\n\n"
+                    yield f"event: {kind}\ndata: {self._data(kind)}\n\n"
             try:
                 async with asyncio.timeout(_SILENCE_S), self._news:
                     await self._news.wait_for(lambda: heard != self._number)
             except TimeoutError:
                 yield ": still here\n\n"
+
+    def _data(self, kind: str) -> str:
+        match kind:
+            case "state":
+                return self.state_json()
+            case "queues":
+                return json.dumps(self._queues)
+        return str(self._number[kind])
 
     async def _tell(self, kind: str) -> None:
         async with self._news:
@@ -180,7 +215,8 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
 
 def _frame(run_id: str) -> str:
     head = '<link rel="stylesheet" href="style.css"><script src="page.js" defer></script>'
-    body = f'<main><p class="note" id="state">connecting</p><div id="run">{_NOTHING}</div></main>'
+    body = '<main><p class="note" id="state">connecting</p>'
+    body += f'<p class="queues" id="queues"></p><div id="run">{_NOTHING}</div></main>'
     return document(f"Paceline run {run_id}, live", head, body)
 
 
@@ -216,7 +252,7 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
             highlight=False,
             soft_wrap=True,
         )
-        beside = [asyncio.create_task(one) for one in (page.draw(), _watched(page, console))]
+        beside = [asyncio.create_task(one) for one in _beside(page, console)]
         try:
             await server.serve()
         finally:
@@ -226,6 +262,11 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
                 if isinstance(defect, Exception):
                     raise defect
     return 0
+
+
+def _beside(page: LivePage, console: Console) -> list[Coroutine[Any, Any, None]]:
+    """What goes on while the page is served."""
+    return [page.draw(), page.measure(), _watched(page, console)]
 
 
 async def _watched(page: LivePage, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from paceline.report.audit import trespasses
 from paceline.report.charts import duration
 from paceline.report.html import render
 from paceline.report.journal import copy_journal, read_entries, read_history, write_steps
+from paceline.report.samples import newest_samples, read_samples, write_samples
 from paceline.report.spans import read_report, read_spans
 from paceline.report.summary import Summary, summarize
 from paceline.streams import Ledger, LedgerCount, connect
@@ -24,16 +26,19 @@ from paceline.whole_files import write_whole
 
 JOURNAL = "journal.jsonl"
 STEPS = "steps.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
-    """Copy the journal beside the run and count its trajectories, while Redis still serves.
-
-    Raises Unavailable.
+    """Copy the journal and some samples beside the run and count its trajectories, while Redis
+    still serves. Raises Unavailable.
     """
     client = connect(resolved(config).redis.durable_url)
     try:
         await copy_journal(client, config.run.id, files.directory / JOURNAL)
+        samples = await newest_samples(client, config.run.id, _tokenizer(files))
+        if samples:  # those of finished steps leave Redis
+            write_samples(files.directory / SAMPLES, samples)
         return await Ledger(client, config.run.id).count()
     finally:
         await client.aclose()
@@ -49,8 +54,15 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
     summary["trespasses"] = trespasses(list(entries), read_spans(files.spans))
     write_steps(files.directory / STEPS, history.records)
     write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
-    write_whole(files.report, render(summary, history, spans))
+    samples = read_samples(files.directory / SAMPLES)
+    write_whole(files.report, render(summary, history, spans, samples))
     return summary
+
+
+def _tokenizer(files: RunFiles) -> Path:
+    """That of the gateway."""
+    gateway = files.read_config().get("gateway", {})
+    return Path(gateway.get("tokenizer") or gateway.get("model", "")) / "tokenizer.json"
 
 
 def print_results(summary: Summary, files: RunFiles, console: Console) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from paceline.report.charts import duration, number
+from paceline.report.exactness import exactness_table
+from paceline.report.gate_table import gate_table
 from paceline.report.journal import RunHistory
+from paceline.report.samples import Sample, samples_note, samples_section
 from paceline.report.sections import (
     chart_sections,
     counts_table,
@@ -21,11 +25,13 @@ from paceline.report.summary import Summary
 _STYLE = Path(__file__).with_name("style.css")
 
 
-def render(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
+def render(
+    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[Sample] = ()
+) -> str:
     """The page; it loads nothing from anywhere."""
     title = f"Paceline run {summary['run_id']}"
     style = f"<style>{style_sheet()}</style>"
-    return document(title, style, f"<main>{content(summary, history, spans)}</main>")
+    return document(title, style, f"<main>{content(summary, history, spans, samples)}</main>")
 
 
 def style_sheet() -> str:
@@ -43,7 +49,9 @@ def document(title: str, head: str, body: str) -> str:
     )
 
 
-def content(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
+def content(
+    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[Sample] = ()
+) -> str:
     """What there is to be seen of a run, as markup."""
     charts = "".join(
         card("card", title, note, drawing) for title, note, drawing in chart_sections(history)
@@ -54,6 +62,17 @@ def content(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
             "who computed on each slot, over the whole run and in a few steps",
             slot_sections(history),
         ),
+        (
+            "Exactness audit by path",
+            "tokens scored again by the trainer in the policy version that drew them",
+            exactness_table(history),
+        ),
+        (
+            "The drafter's gate",
+            "newest decisions: candidate against the drafter that served",
+            gate_table(history.gate),
+        ),
+        ("Samples", samples_note(samples), samples_section(samples)),
         ("Latency between services", _latency_note(spans), latency_table(spans.edges)),
         (
             "One RL step as a trace",

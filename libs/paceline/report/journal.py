@@ -7,7 +7,7 @@ without any server.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,19 @@ from paceline.whole_files import write_whole
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
 PASSED_AT = "pass@"
+_RULINGS = 40
 PAUSED = "paused"
 """Phase of a run that an operator lets rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A decision of the drafter's gate."""
+
+    step: int  # during which it fell
+    decision: str
+    drafter_version: int
+    figures: Mapping[str, Any]  # fields of GateDecision, as the journal has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,9 @@ class RunHistory:
     first_steps_s: tuple[float, ...] = ()
     # of the drafter's gate, by kind of decision
     decisions: Mapping[str, int] = field(default_factory=dict)
+    gate: tuple[Ruling, ...] = ()  # the newest of them, as they came
+    beyond: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Paths that the audit has named, in that order, and its figures of each; "step" is when."""
 
     @property
     def slots(self) -> int:
@@ -135,6 +149,8 @@ def read_history(path: Path) -> RunHistory:
         told.phase,
         tuple(told.first_steps_s),
         dict(told.decisions),
+        tuple(told.gate),
+        told.beyond,
     )
 
 
@@ -152,6 +168,8 @@ class _Told:
     phase: str = ""
     first_steps_s: list[float] = field(default_factory=list)
     decisions: Counter[str] = field(default_factory=Counter)
+    gate: deque[Ruling] = field(default_factory=lambda: deque(maxlen=_RULINGS))
+    beyond: dict[str, dict[str, float]] = field(default_factory=dict)
     _counted: set[str] = field(default_factory=set)  # what may come twice, and has come
 
     def take(self, entry: Mapping[str, Any]) -> None:
@@ -173,14 +191,18 @@ class _Told:
             for kind, value in {str(data["kind"]): data["value"], **more}.items():
                 self._evaluated(int(entry["step"]), kind, float(value))
         elif event in ("Detached", "GatePromoted", "GateDecided"):
-            self._count(event, data)
+            self._count(event, data, int(entry["step"]))
+        elif event == "PathsBeyondBound":
+            for path in data["paths"]:
+                figures = data.get("details", {}).get(path) or {}
+                self.beyond.setdefault(path, {"step": int(entry["step"]), **figures})
 
     def _evaluated(self, steps: int, kind: str, value: float) -> None:
         self.evaluations.setdefault(kind, {})[steps] = value
         if steps - 1 in self.records:  # the step it was made after
             self.records[steps - 1].evaluations[kind] = value
 
-    def _count(self, event: str, data: Mapping[str, Any]) -> None:
+    def _count(self, event: str, data: Mapping[str, Any], step: int) -> None:
         if (told := json.dumps([event, data])) in self._counted:
             return
         self._counted.add(told)
@@ -190,4 +212,6 @@ class _Told:
             if seconds := float(details.get("first_step_s", 0.0)):  # 0 without a step
                 self.first_steps_s.append(seconds)
         else:
-            self.decisions[str(data.get("decision", "promoted"))] += 1
+            decision, details = str(data.get("decision", "promoted")), data.get("details", {})
+            self.decisions[decision] += 1
+            self.gate.append(Ruling(step, decision, int(data.get("drafter_version", 0)), details))

@@ -18,6 +18,7 @@ from paceline.report.charts import (
     running_mean,
     stacked_columns,
 )
+from paceline.report.exactness import exactness_chart
 from paceline.report.health import health_sections
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.mismatch import mismatch_sections
@@ -75,6 +76,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
         ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
         *health_sections(records),
         *mismatch_sections(records),
+        exactness_chart(records),
     ]
 
 

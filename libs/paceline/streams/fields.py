@@ -41,15 +41,28 @@ COUNTERS = TextForm(
     lambda stats: json.dumps(to_object(stats), separators=(",", ":")),
     lambda text: from_object(SpeculationStats, json.loads(text)),
 )
+_FLAGS = ("reused", "stale")
+
+
+def _written_way(arm: str, numbers: str, *flags: bool) -> list[str]:
+    return [arm, numbers, *(name for name, there in zip(_FLAGS, flags, strict=True) if there)]
+
+
+def _read_way(arm: str, numbers: str, *flags: str) -> tuple[str, str, bool, bool]:
+    if not set(flags) <= set(_FLAGS):
+        raise ValueError(f"flags of a way: {flags}")
+    return str(arm), str(numbers), "reused" in flags, "stale" in flags
+
+
 NUMBERS = TextForm(
     "JSON object of numbers",
     lambda numbers: json.dumps(dict(numbers), separators=(",", ":")),
     lambda text: {name: float(number) for name, number in dict(json.loads(text)).items()},
 )
 WAYS = TextForm(
-    "JSON list of pairs",
-    lambda ways: json.dumps(list(ways), separators=(",", ":")),
-    lambda text: [(str(arm), str(numbers)) for arm, numbers in json.loads(text)],
+    "JSON list of lists: arm, numbers, and of the flags `reused` and `stale` those that are set",
+    lambda ways: json.dumps([_written_way(*way) for way in ways], separators=(",", ":")),
+    lambda text: [_read_way(*way) for way in json.loads(text)],
 )
 
 
@@ -163,7 +176,7 @@ TRAJECTORIES = EntryLayout(
         HeaderField("finish_reason", TEXT, "`stop` or `length`", "finish_reason"),
         HeaderField("policy_version", WHOLE, "newest policy version among the tokens"),
         HeaderField("speculation", COUNTERS, "counters of draft and acceptance", "speculation"),
-        HeaderField("ways", WAYS, "arm and number format of each way that tokens were drawn"),
+        HeaderField("ways", WAYS, "how tokens were drawn: each way once"),
         HeaderField("crc32", WHOLE, "CRC-32 of the payload"),
         _TRACE,
     ),

@@ -33,10 +33,11 @@ def encode_trajectory(
     rows: dict[str, Any] = {one.name: getattr(trajectory, one.name) for one in TRAJECTORIES.payload}
     spans = [astuple(span) for span in trajectory.version_spans]
     rows[_SPANS] = np.reshape(spans, (len(spans), 3))
-    ways = list(dict.fromkeys((one.arm, one.number_format) for one in trajectory.draw_spans))
+    drawn_by = [astuple(span)[2:] for span in trajectory.draw_spans]
+    ways = list(dict.fromkeys(drawn_by))
     drawn = [
-        (one.start, one.end, ways.index((one.arm, one.number_format)))
-        for one in trajectory.draw_spans
+        (one.start, one.end, ways.index(way))
+        for one, way in zip(trajectory.draw_spans, drawn_by, strict=True)
     ]
     rows[_DRAWN] = np.reshape(drawn, (len(drawn), 3))
     payload = encode_safetensors(
@@ -79,7 +80,9 @@ def trajectory_key(header: Mapping[str, str]) -> str:
         raise DataLoss("an entry does not name its branch", seen=sorted(header)) from error
 
 
-def _arrays(payload: bytes, ways: Sequence[tuple[str, str]]) -> dict[str, tuple[Any, ...]]:
+def _arrays(
+    payload: bytes, ways: Sequence[tuple[str, str, bool, bool]]
+) -> dict[str, tuple[Any, ...]]:
     tensors = decode_safetensors(payload)
     arrays = {
         one.name: tuple(as_numpy(TRAJECTORIES.read_tensor(tensors, one.name)).tolist())

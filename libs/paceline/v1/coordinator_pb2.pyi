@@ -97,7 +97,7 @@ class DrafterChoice(_message.Message):
     def __init__(self, serving: _Optional[int] = ..., previous: _Optional[int] = ..., promoted: _Optional[int] = ..., chosen: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class StepRecord(_message.Message):
-    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved")
+    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined")
     class ArmRoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class StepRecord(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_SHARE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_SOLVED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     step: int
     versions: _trajectory_pb2.VersionSet
     reward_mean: float
@@ -210,7 +211,8 @@ class StepRecord(_message.Message):
     idle_s: _containers.ScalarMap[str, float]
     truncated_share: float
     groups_solved: _containers.ScalarMap[str, int]
-    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    quarantined: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListStepsRequest(_message.Message):
     __slots__ = ("from_step",)

@@ -42,7 +42,7 @@ MEMORY_TAG_KV_CACHE: MemoryTag
 MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "merge_evidence")
+    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "merge_evidence", "quarantine")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class WorkerCommand(_message.Message):
     RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     MERGE_EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     enqueue: EnqueueRequests
     abort: AbortRequests
@@ -72,7 +73,8 @@ class WorkerCommand(_message.Message):
     resume_memory: ResumeMemory
     flush_cache: FlushCache
     merge_evidence: MergeEvidence
-    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., merge_evidence: _Optional[_Union[MergeEvidence, _Mapping]] = ..., **kwargs) -> None: ...
+    quarantine: Quarantine
+    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., merge_evidence: _Optional[_Union[MergeEvidence, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., **kwargs) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
@@ -157,6 +159,16 @@ class AbortWeights(_message.Message):
     target: WeightTarget
     version: int
     def __init__(self, target: _Optional[_Union[WeightTarget, str]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Quarantine(_message.Message):
+    __slots__ = ("arms", "reuse", "rounding")
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDING_FIELD_NUMBER: _ClassVar[int]
+    arms: _containers.RepeatedScalarFieldContainer[str]
+    reuse: bool
+    rounding: bool
+    def __init__(self, arms: _Optional[_Iterable[str]] = ..., reuse: _Optional[bool] = ..., rounding: _Optional[bool] = ...) -> None: ...
 
 class SetSpeculation(_message.Message):
     __slots__ = ("forced_arm",)

@@ -68,7 +68,7 @@ class BatchReady(_message.Message):
     def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PolicyStepped(_message.Message):
-    __slots__ = ("policy_version", "reward_mean", "reward_std", "train_s", "world_size", "batch_hash", "skipped_updates", "figures")
+    __slots__ = ("policy_version", "reward_mean", "reward_std", "train_s", "world_size", "batch_hash", "skipped_updates", "figures", "beyond")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class PolicyStepped(_message.Message):
     BATCH_HASH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_UPDATES_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    BEYOND_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     reward_mean: float
     reward_std: float
@@ -92,7 +93,24 @@ class PolicyStepped(_message.Message):
     batch_hash: str
     skipped_updates: int
     figures: _containers.ScalarMap[str, float]
-    def __init__(self, policy_version: _Optional[int] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    beyond: _containers.RepeatedCompositeFieldContainer[AuditVerdict]
+    def __init__(self, policy_version: _Optional[int] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ..., beyond: _Optional[_Iterable[_Union[AuditVerdict, _Mapping]]] = ...) -> None: ...
+
+class AuditVerdict(_message.Message):
+    __slots__ = ("path", "tokens", "mean", "upper", "mean_bound", "upper_bound")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    UPPER_FIELD_NUMBER: _ClassVar[int]
+    MEAN_BOUND_FIELD_NUMBER: _ClassVar[int]
+    UPPER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    tokens: int
+    mean: float
+    upper: float
+    mean_bound: float
+    upper_bound: float
+    def __init__(self, path: _Optional[str] = ..., tokens: _Optional[int] = ..., mean: _Optional[float] = ..., upper: _Optional[float] = ..., mean_bound: _Optional[float] = ..., upper_bound: _Optional[float] = ...) -> None: ...
 
 class PolicyPrepared(_message.Message):
     __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash", "replaced")

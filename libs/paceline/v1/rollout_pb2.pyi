@@ -326,6 +326,20 @@ class SetArmResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class QuarantineRequest(_message.Message):
+    __slots__ = ("context", "paths")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., paths: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class QuarantineResponse(_message.Message):
+    __slots__ = ("unmet",)
+    UNMET_FIELD_NUMBER: _ClassVar[int]
+    unmet: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unmet: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ReleaseWorkersRequest(_message.Message):
     __slots__ = ("context", "workers", "drain_s", "outlasts_s")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]

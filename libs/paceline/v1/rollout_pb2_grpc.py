@@ -70,6 +70,11 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.SetArmResponse.FromString,
                 _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/paceline.v1.RolloutService/Quarantine',
+                request_serializer=paceline_dot_v1_dot_rollout__pb2.QuarantineRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_rollout__pb2.QuarantineResponse.FromString,
+                _registered_method=True)
         self.ReleaseWorkers = channel.unary_unary(
                 '/paceline.v1.RolloutService/ReleaseWorkers',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.ReleaseWorkersRequest.SerializeToString,
@@ -145,6 +150,13 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quarantine(self, request, context):
+        """Has every worker, also a later one, go without what an audit found inexact; paths of an earlier call stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseWorkers(self, request, context):
         """Takes workers out of service for a lease of their slots: answered when they have given their memory back.
         """
@@ -211,6 +223,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.SetArm,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.SetArmRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.SetArmResponse.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.QuarantineRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_rollout__pb2.QuarantineResponse.SerializeToString,
             ),
             'ReleaseWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseWorkers,
@@ -423,6 +440,33 @@ class RolloutService:
             '/paceline.v1.RolloutService/SetArm',
             paceline_dot_v1_dot_rollout__pb2.SetArmRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.SetArmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.RolloutService/Quarantine',
+            paceline_dot_v1_dot_rollout__pb2.QuarantineRequest.SerializeToString,
+            paceline_dot_v1_dot_rollout__pb2.QuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,16 +62,20 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class DrawSpan(_message.Message):
-    __slots__ = ("start", "end", "arm", "number_format")
+    __slots__ = ("start", "end", "arm", "number_format", "reused", "stale")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REUSED_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     arm: str
     number_format: str
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., arm: _Optional[str] = ..., number_format: _Optional[str] = ...) -> None: ...
+    reused: bool
+    stale: bool
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., arm: _Optional[str] = ..., number_format: _Optional[str] = ..., reused: _Optional[bool] = ..., stale: _Optional[bool] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema", "min_tokens", "allowed_token_ids", "prompt_logprobs", "include_stop_str_in_output")

@@ -14,6 +14,7 @@ from coordinator.calls.figures import (
     rollout_figures,
     round_costs,
 )
+from coordinator.calls.quarantine import withhold
 from coordinator.calls.slots import resume
 from coordinator.calls.weights import mend, versions_at_gateway
 from coordinator.machine import commands, events
@@ -101,6 +102,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
     ):
         async with calls.handing_over:
             await mend(calls, command)
+            await withhold(calls, calls.learner_context())
             await resume(calls, command)
             call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
             await accepted(call)
@@ -160,6 +162,7 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
     ):
         async with calls.handing_over:
             await mend(calls, command)
+            await withhold(calls, calls.learner_context())
             await resume(calls, command)
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):

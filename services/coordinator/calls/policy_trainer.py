@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coordinator.calls import quarantine
 from coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers
 from coordinator.calls.figures import message_figures
 from coordinator.calls.slots import release
@@ -37,9 +38,10 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
                 case "batch":
                     batch = _batch_figures(answer)
                 case "stepped":
-                    figures = batch | message_figures(answer, "policy_version")
+                    figures = batch | message_figures(answer, "policy_version", "beyond")
                     version = answer.policy_version
                     calls.emit(events.PolicyStepped(calls.now(), command.epoch, version, figures))
+                    quarantine.found(calls, command.epoch, answer)
                 case "prepared":
                     pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
                     version = answer.policy_version

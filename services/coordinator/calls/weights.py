@@ -78,7 +78,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
     with calls.reported(
         Service.GATEWAY, "commit", command, deadline_s=COMMAND_DEADLINE_S, event_of=commit_failed
     ):
-        mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().settings.commit_mode.upper()}")
+        mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
         gateway = calls.peers.channels[Service.GATEWAY]
         await commit_versions(gateway, context, command.versions, mode, leased=command.leased)
 

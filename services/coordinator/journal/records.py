@@ -201,6 +201,7 @@ class StepRecords:
         record, began_s = self._open.pop(before.step), self._began.pop(before.step)
         if before.pin is not None and before.pin.lasting:
             record.pinned_drafter = before.pin.version
+        record.quarantined.extend(before.quarantined)
         record.policy_s = event.at_s - self._taken_s - record.preempt_wait_s
         record.step_s = event.at_s - max(began_s, self._closed_s)
         record.finished_at_s = self._closed_s = event.at_s

@@ -88,6 +88,13 @@ class TrainPolicy(StepCommand):
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine(StepCommand):
+    """Have the engine go without these paths; not answered, and said again before each rollout."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Commit(StepCommand):
     """Serve a set; answered by Committed or CommitFailed."""
 

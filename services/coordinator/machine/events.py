@@ -196,6 +196,16 @@ class PolicyStepped(CallAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class PathsBeyondBound(CallAnswer):
+    """The trainer's audit found log-probs of the engine further from its own than rounding
+    explains: paths as PolicyStepped names them.
+    """
+
+    paths: tuple[str, ...]
+    details: Details = field(default_factory=dict)  # figures of each
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyPrepared(CallAnswer):
     """The new policy is prepared at the gateway, and its head at the drafter trainer if that is
     there.

@@ -10,9 +10,9 @@ from enum import StrEnum
 from typing import Any
 
 from coordinator.machine.row import Row
-from coordinator.machine.settings import RunSettings
+from coordinator.machine.settings import CommitMode, RunSettings
 from coordinator.machine.slots import DrafterLease, Slot, WorkerState, slot_row, worker_row
-from paceline.trajectory import VersionSet
+from paceline.trajectory import SWAPPED_PATH, VersionSet
 
 
 class MachineError(Exception):
@@ -162,6 +162,7 @@ class State:
     drafter_rests_until: int = 0  # a step; its training was frozen
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()
+    quarantined: tuple[str, ...] = ()  # paths that the audit found inexact, as they were found
     failure: str = ""
     failed_phase: Phase | None = None
 
@@ -169,6 +170,15 @@ class State:
     def step(self) -> int:
         """Step that is trained, or the next one: the number of steps that are finished."""
         return self.learner.step
+
+    @property
+    def commit_mode(self) -> CommitMode:
+        """How running requests go over to a new policy: without keys and values of the old one
+        where the audit found these inexact.
+        """
+        mode = self.settings.commit_mode
+        stale = mode is CommitMode.IN_PLACE and SWAPPED_PATH in self.quarantined
+        return CommitMode.RETRACT if stale else mode
 
     def worker_on(self, slot: int) -> WorkerState | None:
         """State of the worker that lives on a slot; None on a slot of the learner's own."""

@@ -31,7 +31,17 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from coordinator.machine import boundary, choice, commit, drafter, events, losses, policy, rollout
+from coordinator.machine import (
+    audit,
+    boundary,
+    choice,
+    commit,
+    drafter,
+    events,
+    losses,
+    policy,
+    rollout,
+)
 from coordinator.machine.commands import Command
 from coordinator.machine.decision import Decision, refused
 from coordinator.machine.marks import (
@@ -126,6 +136,7 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.Detached: EventRow(RUNNING, lease, drafter.detached),
     events.AcceptanceFell: EventRow(LIVE, none, drafter.acceptance_fell),
     events.PolicyStepped: EventRow({Phase.POLICY}, learner_call, policy.stepped),
+    events.PathsBeyondBound: EventRow({Phase.POLICY}, learner_call, audit.quarantined),
     events.PolicyPrepared: EventRow({Phase.POLICY}, learner_call, policy.prepared),
     events.Committed: EventRow({Phase.COMMIT}, set_number, commit.committed),
     events.CommitFailed: EventRow({Phase.COMMIT}, set_number, commit.commit_failed),

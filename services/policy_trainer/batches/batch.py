@@ -7,8 +7,8 @@ width, M trained tokens of a micro-batch, U different ones of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from paceline.trajectory import Trajectory
+from policy_trainer.audit import cell_name, drafted_so_far, is_audited
 from policy_trainer.batches.prefixes import Tokens, TreeRow
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -37,7 +38,8 @@ class TrainBatch:
     behavior_logprobs: Float[Tensor, " T"]
     lags: Int[Tensor, " T"]  # policy versions between the weights that drew it and the step's start
     ways: Int[Tensor, " T"]  # number of the way it was drawn; -1: not known
-    way_names: UInt8[Tensor, " C"]  # JSON of their [arm, number format]
+    way_names: UInt8[Tensor, " C"]  # JSON of their [fields of DrawSpan, arm so far]
+    audited: Bool[Tensor, " B"]  # trajectories in the audit's sample
 
     @property
     def weights(self) -> Float[Tensor, " B"]:
@@ -50,14 +52,34 @@ class TrainBatch:
         return [ids[starts[i] : starts[i + 1] - 1] for i in numbers]
 
     def masks_by_way(self, tokens: Int[Tensor, " M"]) -> dict[str, Bool[Tensor, " M"]]:
-        """Which of these trained tokens each arm drew, and each number format."""
-        names = json.loads(self.way_names.numpy().tobytes())
-        chosen, masks = self.ways[tokens], dict[str, Tensor]()
-        for way in chosen[chosen >= 0].unique().tolist():
-            for kind, name in zip(("arm", "numbers"), names[way], strict=True):
-                key, own = f"{kind}={name}", chosen == way
+        """Which of these trained tokens each arm drew, and each number format; which came behind a
+        beginning that was computed for them, and which behind another's.
+        """
+        masks = dict[str, Tensor]()
+        for (arm, numbers, reused, *_), own in self._by_way(tokens):
+            start = "reused" if reused else "computed"
+            for key in (f"arm={arm}", f"numbers={numbers}", f"start={start}"):
                 masks[key] = masks[key] | own if key in masks else own
         return masks
+
+    def masks_by_cell(self, tokens: Int[Tensor, " M"], lag: int) -> dict[str, Bool[Tensor, " M"]]:
+        """Which of these trained tokens are audited and of that lag, by the audit's cells."""
+        mine = self.audited[self.owners[tokens]] & (self.lags[tokens] == lag)
+        masks = dict[str, Tensor]()
+        for (_, numbers, reused, stale, so_far), own in self._by_way(tokens):
+            name, own = cell_name(so_far, numbers, reused=reused, stale=stale), own & mine
+            if own.any():
+                masks[name] = masks[name] | own if name in masks else own
+        return masks
+
+    def _by_way(
+        self, tokens: Int[Tensor, " M"]
+    ) -> Iterator[tuple[tuple[str, str, bool, bool, str], Bool[Tensor, " M"]]]:
+        """Each way that some of these tokens were drawn, and which."""
+        names = json.loads(self.way_names.numpy().tobytes())
+        chosen = self.ways[tokens]
+        for way in chosen[chosen >= 0].unique().tolist():
+            yield names[way], chosen == way
 
     @property
     def starts(self) -> list[int]:
@@ -85,8 +107,11 @@ class MicroBatch:
     positions: Int[Tensor, " M"]  # of the trained token in its trajectory
 
 
-def make_batch(trajectories: Sequence[Trajectory], policy_version: int) -> TrainBatch:
-    """Tensors of a step's trajectories; it starts from the weights of `policy_version`.
+def make_batch(
+    trajectories: Sequence[Trajectory], policy_version: int, audit_share: float = 0.0
+) -> TrainBatch:
+    """Tensors of a step's trajectories; it starts from the weights of `policy_version`, and audits
+    about such a share of them.
 
     Those that will carry no gradient are in it too: they are part of what a mean is taken over.
     """
@@ -96,12 +121,12 @@ def make_batch(trajectories: Sequence[Trajectory], policy_version: int) -> Train
     mask[starts[:-1]] = False  # nothing predicts a first token
     trained = np.flatnonzero(mask)
     versions = np.full(len(mask), policy_version)
-    ways, names = np.full(len(mask), -1), dict[tuple[str, str], int]()
+    ways, names = np.full(len(mask), -1), dict[tuple[Any, ...], int]()
     for start, one in zip(starts, trajectories, strict=False):
         for span in one.version_spans:
             versions[start + span.start : start + span.end] = span.policy_version
-        for drawn in one.draw_spans:
-            way = names.setdefault((drawn.arm, drawn.number_format), len(names))
+        for drawn, so_far in zip(one.draw_spans, drafted_so_far(one.draw_spans), strict=True):
+            way = names.setdefault((*astuple(drawn)[2:], so_far), len(names))
             ways[start + drawn.start : start + drawn.end] = way
     owners = np.repeat(np.arange(len(lengths)), lengths)
     logprobs = _flat([one.behavior_logprobs for one in trajectories], np.float32)
@@ -120,6 +145,7 @@ def make_batch(trajectories: Sequence[Trajectory], policy_version: int) -> Train
         lags=torch.from_numpy(policy_version - versions[trained]),
         ways=torch.from_numpy(ways[trained]),
         way_names=torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8),
+        audited=torch.tensor([is_audited(one, audit_share) for one in trajectories]).bool(),
     )
 
 

@@ -30,10 +30,10 @@ class Collected:
     waited_s: float = 0.0  # until its groups were closed
 
 
-def collected_of(batch: Batch, waited_s: float = 0.0) -> Collected:
-    """The batch as tensors and in figures."""
+def collected_of(batch: Batch, audit_share: float, waited_s: float = 0.0) -> Collected:
+    """The batch as tensors and in figures; about such a share of it is audited."""
     trajectories = batch.trajectories
-    tensors = make_batch(trajectories, batch.record.policy_version)
+    tensors = make_batch(trajectories, batch.record.policy_version, audit_share)
     mean, std = reward_spread(tensors.rewards.tolist(), tensors.weights.tolist())
     still = without_variance(tensors.rewards, tensors.groups)
     facts = BatchFacts(

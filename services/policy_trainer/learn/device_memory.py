@@ -23,9 +23,7 @@ class DeviceMemory:
     def leave(self) -> None:
         """Gives the memory back until `enter`; the numbers stay on the CPU."""
         for model in self._models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # what a forward without backward has gathered
+            reshard(model)
         self._offload.leave()
 
     def enter(self) -> None:
@@ -35,6 +33,13 @@ class DeviceMemory:
     def numbers(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or a moment, wherever it is; not to be written to."""
         return self._offload.numbers(tensor)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what a forward without backward has gathered; the next one gathers again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _parameters(models: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from paceline.tagged_json import from_object, to_object
 from paceline.training.process import from_all_ranks
 from policy_trainer.algorithms.losses import bounded_ratio
+from policy_trainer.audit import BUCKETS, LARGEST_GAP, LEAST_GAP, PER_DECADE, AuditCell
 
 _RATIO, _SQUARED, _LARGEST = "_ratio", "_ratio_squared", "behavior_gap_max"
 
@@ -20,6 +23,7 @@ class Figures:
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}  # sum, count
         self._maxima: dict[str, float] = {}
+        self._cells: dict[str, AuditCell] = {}
 
     def add(self, values: Mapping[str, Float[Tensor, " M"]]) -> None:
         """One value a token, by name."""
@@ -49,6 +53,26 @@ class Figures:
             self.add(_of(sizes, lags == lag, f"lag={lag}"))
         for name, chosen in kinds.items():
             self.add(_of(sizes, chosen, name))
+
+    def add_audit(self, gaps: Float[Tensor, " M"], cells: Mapping[str, Bool[Tensor, " M"]]) -> None:
+        """The tokens of each cell of the audit; one that is not a number counts as the largest."""
+        sizes = gaps.abs().double().nan_to_num(LARGEST_GAP, LARGEST_GAP).clamp(max=LARGEST_GAP)
+        buckets = torch.log10((sizes / LEAST_GAP).clamp(min=1.0)) * PER_DECADE
+        buckets = buckets.ceil().long().clamp(max=BUCKETS - 1)
+        for name, own in cells.items():
+            counts = torch.bincount(buckets[own]).tolist()
+            found = {str(number): count for number, count in enumerate(counts) if count}
+            cell = AuditCell(int(own.sum()), float(sizes[own].sum()), found)
+            self._cells[name] = self._cells.get(name, AuditCell()) + cell
+
+    def audited(self) -> dict[str, AuditCell]:
+        """Of all ranks. Collective."""
+        found: dict[str, AuditCell] = {}
+        own = {name: to_object(cell) for name, cell in self._cells.items()}
+        for cells in from_all_ranks(own):
+            for name, cell in cells.items():
+                found[name] = found.get(name, AuditCell()) + from_object(AuditCell, cell)
+        return dict(sorted(found.items()))
 
     def reduced(self) -> dict[str, float]:
         """Of all ranks, names sorted; what is not finite is left out. Collective."""

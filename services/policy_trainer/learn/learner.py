@@ -30,6 +30,7 @@ from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.critic import Critic
 from policy_trainer.learn.device_memory import DeviceMemory
 from policy_trainer.learn.figures import Figures
+from policy_trainer.learn.kept_weights import KeptWeights
 from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
 from policy_trainer.learn.model import PolicyModel
 from policy_trainer.learn.objective import PolicyObjective
@@ -72,6 +73,9 @@ class Learner:
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Told of each micro-batch of this rank before it is trained on."""
         self.weights = PolicyWeights(config, model)
+        audited = config.audit.kept_versions if config.audit.share else 0
+        versions = min(audited, config.max_staleness or 0)
+        self.kept = KeptWeights(model, self.weights.trained, versions)
         settings = config.optimizer
         self.optimizer = NamedAdamW(self.weights.trained, settings, moments=settings.moments)
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
@@ -87,6 +91,10 @@ class Learner:
         """
         started = time.perf_counter()
         figures = Figures()
+        if self.kept.limit:
+            with self.parts.part("audit"):
+                self._audit_earlier(batch, figures)
+                self.kept.keep()
         known, returns = self._know(batch, figures)
         if self.critic is not None and steps_before < self.critic.warmup_steps:
             known = replace(known, advantages=torch.zeros_like(known.advantages))
@@ -108,6 +116,7 @@ class Learner:
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
             skipped_updates=sum(not math.isfinite(norm) for norm in norms),
+            cells=figures.audited(),
         )
 
     # --- before the updates -----------------------------------------------------------------------
@@ -261,6 +270,22 @@ class Learner:
         gaps = start.detach().cpu() - batch.behavior_logprobs[at]
         figures.add({"entropy": entropy.detach()})
         figures.add_mismatch(gaps, batch.lags[at], batch.masks_by_way(at))
+        figures.add_audit(gaps, batch.masks_by_cell(at, lag=0))
+
+    @torch.no_grad()
+    def _audit_earlier(self, batch: TrainBatch, figures: Figures) -> None:
+        """Scores audited tokens of earlier versions in these, as far as they are kept."""
+        for lag in range(1, self.kept.versions + 1):
+            drew = batch.audited[batch.owners] & (batch.lags == lag)
+            if not drew.any():
+                continue
+            members = torch.zeros_like(batch.audited).index_fill_(0, batch.owners[drew], True)
+            with self.kept.as_of(lag):
+                for micro in self.packer.micro_batches(batch, members):
+                    said, _ = self.model(micro)
+                    at = micro.tokens.cpu()
+                    gaps = said.cpu() - batch.behavior_logprobs[at]
+                    figures.add_audit(gaps, batch.masks_by_cell(at, lag))
 
     # --- the whole weights ------------------------------------------------------------------------
 

@@ -162,6 +162,12 @@ class RolloutServicer(RolloutServiceServicer):
         await self._gateway.set_arm(request.arm)
         return rpb.SetArmResponse()
 
+    async def Quarantine(
+        self, request: rpb.QuarantineRequest, context: Any
+    ) -> rpb.QuarantineResponse:
+        self._guard.check(request.context, Track.LEARNER)  # whose news it is
+        return rpb.QuarantineResponse(unmet=await self._gateway.quarantined.add(request.paths))
+
     async def ReleaseWorkers(
         self, request: rpb.ReleaseWorkersRequest, context: Any
     ) -> rpb.ReleaseWorkersResponse:

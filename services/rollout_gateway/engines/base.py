@@ -23,6 +23,7 @@ from rollout_gateway.engines.nouns import (
     MemoryTag,
     PauseMode,
     Request,
+    Withheld,
 )
 
 
@@ -100,6 +101,13 @@ class CommandedEngine(Protocol):
 
     def force_arm(self, arm: str) -> None:
         """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
+        ...
+
+    def quarantine(self, withheld: Withheld) -> None:
+        """Go without these from the next round on; arms that do not exist are ignored.
+
+        Raises MissingCapability, and changes nothing, where it cannot serve without rounding.
+        """
         ...
 
     def merge_evidence(self, evidence: Evidence) -> None:

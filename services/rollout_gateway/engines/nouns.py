@@ -20,6 +20,7 @@ class Capability(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"  # log-probs of the prompt, with nothing generated too
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
     RELEASE_MEMORY = "release_memory"
+    FULL_NUMBERS = "full_numbers"  # can serve what it rounds without rounding
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
 
 
@@ -34,6 +35,7 @@ SETTINGS = {
     Capability.PROMPT_LOGPROBS: "engine.kind=embedded",
     Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json "
     "and an eos_token_id",
+    Capability.FULL_NUMBERS: "engine.kind=embedded",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
     "gateway.trajectories=true",
 }
@@ -72,6 +74,15 @@ class Finish(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """What an engine goes without because an audit found it inexact; see proto Quarantine."""
+
+    arms: tuple[str, ...] = ()
+    reuse: bool = False
+    rounding: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from paceline.cli.page import COOKIE, LivePage, page_app
+from paceline.cli.queues import read_queues
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.v1 import coordinator_pb2 as pb
@@ -102,3 +103,33 @@ async def test_a_slow_listener_hears_the_newest_alone(page: LivePage) -> None:
     pending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pending
+
+
+async def test_queues_are_looked_at_while_somebody_listens_and_told_when_they_change(
+    page: LivePage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([{"requests waiting": "3"}, {"requests waiting": "3"}, {"requests waiting": "0"}])
+    looked = 0
+
+    async def look(config: ServiceConfig) -> dict[str, str]:
+        nonlocal looked
+        looked += 1
+        return next(looks)
+
+    monkeypatch.setattr("paceline.cli.page.read_queues", look)
+    monkeypatch.setattr("paceline.cli.page._QUEUES_REST_S", 0.0)
+    measuring = asyncio.create_task(page.measure())
+    await asyncio.sleep(0)
+    assert looked == 0
+    events = page.events()
+    heard = [await anext(events) for _ in range(4)]
+    assert [one for one in heard if "queues" in one] == [
+        'event: queues\ndata: {"requests waiting": "3"}\n\n',
+        'event: queues\ndata: {"requests waiting": "0"}\n\n',
+    ]
+    measuring.cancel()
+    await events.aclose()
+
+
+async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
+    assert await read_queues(ServiceConfig()) == {}

@@ -28,7 +28,7 @@ from rollout_gateway.engines.embedded.rows import row_layout
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.speculative import Speculation
-from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.embedded.weights import EngineWeights, PolicyLoaders
 from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.requests.device_peak import square_product_tflops
 
@@ -47,13 +47,13 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     kinds = engine_kinds(spec)
     arms = engine_arms(spec, kinds)
     capacity = admission.max_sequence_tokens + slack(arms.values())
-    load = _policy_loader(spec, config, capacity)
-    policy = load(model_dir)
+    loaders = _policy_loaders(spec, config, capacity)
+    policy = loaders.load(model_dir)
     with torch.inference_mode():
         speculation = Speculation(spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner))
         store = _store(spec, speculation, policy, capacity, inner, captured=sink is not None)
     freed = model_dir if spec.memory_saver else None
-    weights = EngineWeights(policy, speculation, load, spec.number_format, freed)
+    weights = EngineWeights(policy, speculation, loaders, freed)
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
         return EmbeddedEngine(
@@ -72,6 +72,15 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
         speculation.measuring = True
         speculation.prime(profile(engine(None), speculation.served, spec.max_batch))
     return engine(sink)
+
+
+def _policy_loaders(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> PolicyLoaders:
+    full = spec.model_copy(update={"quantize": ""})
+    return PolicyLoaders(
+        _policy_loader(spec, config, positions),
+        spec.number_format,
+        _policy_loaders(full, config, positions) if spec.quantize else None,
+    )
 
 
 def _policy_loader(

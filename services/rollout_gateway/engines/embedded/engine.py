@@ -33,6 +33,7 @@ from rollout_gateway.engines.nouns import (
     PauseMode,
     Request,
     RowLayout,
+    Withheld,
 )
 from rollout_gateway.engines.requests.admission import Admission, check_capabilities
 from rollout_gateway.engines.requests.memory import (
@@ -84,6 +85,7 @@ class EmbeddedEngine:
             Capability.REJECTED_ROWS: capture.takes_rejected,
             Capability.JSON_SCHEMA: grammars.possible,
             Capability.RELEASE_MEMORY: True,
+            Capability.FULL_NUMBERS: True,
         }
         self._capabilities = frozenset(one for one, there in capabilities.items() if there)
         self._ended = SpeculationStats()
@@ -220,6 +222,14 @@ class EmbeddedEngine:
         """See Engine.force_arm."""
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
+
+    def quarantine(self, withheld: Withheld) -> None:
+        """See Engine.quarantine; a policy without rounding takes more memory."""
+        self._speculation.bar(frozenset(withheld.arms))
+        if withheld.reuse and not self._prefixes.closed:
+            self._prefixes.close()
+        if withheld.rounding:
+            self._weights.stop_rounding()
 
     def merge_evidence(self, evidence: Evidence) -> None:
         """See Engine.merge_evidence."""

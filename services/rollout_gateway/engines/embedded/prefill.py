@@ -24,19 +24,19 @@ from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 def leaders_of(
-    rows: Sequence[RunningSequence], counts: Sequence[int]
+    rows: Sequence[RunningSequence], counts: Sequence[int], *, apart: bool = False
 ) -> tuple[list[int], list[int]]:
     """Rows to compute, and for every row the index of its leader among those.
 
     Rows share a leader when they have the same tokens cached and go on with the same, as the
-    samples of one task do.
+    samples of one task do; `apart`: none does.
     """
     leaders: list[int] = []
     leader_of_row: list[int] = []
     seen: dict[tuple[int, tuple[int, ...]], int] = {}
     for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
         end = sequence.cached + count
-        shares = not sequence.stale and end <= len(sequence.request.prompt)
+        shares = not apart and not sequence.stale and end <= len(sequence.request.prompt)
         key = (sequence.cached, sequence.request.prompt[:end]) if shares else (-1, (row,))
         if key not in seen:
             seen[key] = len(leaders)
@@ -72,7 +72,7 @@ class Prefill:
             return
         slots, counts = [slot for slot, _ in plan], [count for _, count in plan]
         rows = [self._scheduler.running[slot] for slot in slots]
-        leaders, leader_of_row = leaders_of(rows, counts)
+        leaders, leader_of_row = leaders_of(rows, counts, apart=self._prefixes.closed)
         positions, token_ids, hidden = self._forward(
             [slots[row] for row in leaders],
             [rows[row] for row in leaders],

@@ -148,6 +148,7 @@ class PrefixCache:
     ) -> None:
         self._shortest = shortest
         self.enabled = retained > 0
+        self.closed = False  # in quarantine: nothing of another sequence is taken
         self._store = store
         self._first_retained = running
         self._running = PrefixIndex(running, capacity)
@@ -155,6 +156,11 @@ class PrefixCache:
         self._by_use = dict.fromkeys(range(retained))  # retained slots, least recently used first
         self._prompt_tokens = self._reused_tokens = self._lookups = 0
         self._stopwatch = Stopwatch()
+
+    def close(self) -> None:
+        """Nothing is taken from another sequence any more, nor kept for one."""
+        self.enabled, self.closed = False, True
+        self.forget()
 
     def offer(self, running: Sequence[RunningSequence]) -> None:
         """Prompts of running requests that are cached under the serving policy serve others from

@@ -67,6 +67,7 @@ class Speculation:
     def __init__(self, spec: EmbeddedSpec, arms: dict[str, ArmName], drafters: Drafters) -> None:
         self.arms = arms
         self.drafters = drafters
+        self._barred: Set[str] = frozenset()
         self.served = self._served()
         # What the budget leaves out of an arm is the arm's own affair: a longer chain is cut where
         # a shorter is not.
@@ -82,20 +83,28 @@ class Speculation:
 
     def _served(self) -> tuple[str, ...]:
         return tuple(
-            name for name, arm in self.arms.items() if not self.drafters.rests(arm.speculator)
+            name
+            for name, arm in self.arms.items()
+            if not self.drafters.rests(arm.speculator) and name not in self._barred
         )
+
+    def bar(self, arms: Set[str]) -> None:
+        """These arms draft nothing from the next round on, whoever asks for them; but "off"."""
+        self._barred = arms - {OFF}
+        self.served = self._served()
 
     def check_arm(self, name: str) -> None:
         """Raises InvalidInput for an arm that is not served, now or at all; empty is fine."""
         check_arm(name, self.arms)
-        if name and name not in self.served:
+        if name and name not in self.served and name not in self._barred:
             message = "no drafter of this arm's kind is committed; it rests"
             raise InvalidInput(message, seen=name, allowed=", ".join(self.served))
 
     def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        An arm that was forced while its kind served drafts nothing while it rests. draining: no
+        An arm that was forced while its kind served drafts nothing while it rests, nor does one
+        that is barred. draining: no
         request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not
         asked and nothing is drafted; from one round to the next, either way, since nothing is lost
         by drafting or not.

@@ -6,7 +6,7 @@ Owns no running request.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +18,15 @@ from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.requests.versions import PreparedVersions
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyLoaders:
+    """What reads a version of the policy, and the numbers that the engine then computes with."""
+
+    load: Callable[[Path], DecoderWeights]  # as the engine serves it
+    number_format: str
+    full: PolicyLoaders | None = None  # without rounding; None: nothing is rounded
+
+
 class EngineWeights:
     """Serving and prepared weights of one engine."""
 
@@ -25,20 +34,17 @@ class EngineWeights:
         self,
         policy: DecoderWeights,
         speculation: Speculation,
-        load_policy: Callable[[Path], DecoderWeights],
-        number_format: str,
+        loaders: PolicyLoaders,
         directory: Path | None = None,
     ) -> None:
-        """load_policy reads another version of the policy, as the engine serves it; `directory`:
-        where it reads the serving one again, None: that stays in memory.
-        """
+        """`directory`: where it reads the serving policy again, None: that stays in memory."""
         self.policy = policy
         self._speculation = speculation
-        self._load_policy = load_policy
-        self.number_format = number_format
+        self._loaders = loaders
+        self.number_format = loaders.number_format
         self._directory = directory
         self._released = False
-        self._prepared: PreparedVersions[tuple[Path, DecoderWeights | DrafterVersion]] = (
+        self._prepared: PreparedVersions[tuple[Path, str, DecoderWeights | DrafterVersion]] = (
             PreparedVersions()
         )
 
@@ -58,8 +64,13 @@ class EngineWeights:
         Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
         """
         policy = target is Target.POLICY
-        read = self._load_policy if policy else self._speculation.drafters.prepare
-        self._prepared.put(target, version, (path, read(path)))
+        loaders = self._loaders
+        read = loaders.load if policy else self._speculation.drafters.prepare
+        self._prepared.put(target, version, (path, loaders.number_format, read(path)))
+
+    def stop_rounding(self) -> None:
+        """Policies that are prepared from now on are read without rounding."""
+        self._loaders = self._loaders.full or self._loaders
 
     def forget(self, target: Target, version: int) -> None:
         """Drop a prepared version, if there is one."""
@@ -71,9 +82,10 @@ class EngineWeights:
         Raises WeightsError and changes nothing when a part is missing.
         """
         changes = self._prepared.changes(versions)
-        for path, new in changes.values():
+        for path, numbers, new in changes.values():
             if isinstance(new, DecoderWeights):
                 self.policy, self._directory = new, self._directory and path
+                self.number_format = numbers
                 self._speculation.bind(new)
             else:
                 self._speculation.serve_drafter(new, over=self.versions.drafter)
@@ -100,7 +112,8 @@ class EngineWeights:
     def resume(self) -> None:
         """Read the policy that serves again. Raises WeightsError, DataLoss or InvalidInput."""
         if self._released and self._directory is not None:
-            self.policy = self._load_policy(self._directory)
+            self.policy = self._loaders.load(self._directory)
+            self.number_format = self._loaders.number_format
             self._speculation.drafters.bind(self.policy)
             self._released = False
 

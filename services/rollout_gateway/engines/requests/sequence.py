@@ -23,6 +23,8 @@ class DrawnBy(NamedTuple):
     policy_version: int
     arm: str
     number_format: str
+    reused: bool = False  # this and the next as of DrawSpan
+    stale: bool = False
 
 
 class StopText:
@@ -111,6 +113,8 @@ class RunningSequence:
         """
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
+        if self.copied or self.stale:
+            origin = origin._replace(reused=self.copied > 0, stale=self.stale)
         taken = 0
         for token, logprob, gap in zip(tokens, logprobs, gaps, strict=True):
             self.tokens.append(token)
@@ -179,7 +183,10 @@ class RunningSequence:
             token_ids=tuple(self.tokens[told:]),
             behavior_logprobs=tuple(self.logprobs[told:]),
             version_spans=merged(VersionSpan(*at, one.policy_version) for at, one in drawn),
-            draw_spans=merged(DrawSpan(*at, one.arm, one.number_format) for at, one in drawn),
+            draw_spans=merged(
+                DrawSpan(*at, one.arm, one.number_format, one.reused, one.stale)
+                for at, one in drawn
+            ),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),

@@ -10,7 +10,7 @@ from paceline.messages import from_message, versions_from_proto
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.base import CommandedEngine
-from rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag
+from rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
 from rollout_gateway.engines.worker import wire
 
 Emit = Callable[[Sequence[Chunk]], object]
@@ -85,6 +85,8 @@ def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chun
             engine.abort_weights(wire.noun_of(wire.TARGETS, given_up.target), given_up.version)
         case "set_speculation":
             engine.force_arm(command.set_speculation.forced_arm)
+        case "quarantine":
+            engine.quarantine(from_message(Withheld, command.quarantine))
         case "resume_memory":
             engine.resume_memory(_tags(command.resume_memory.tags))
         case "flush_cache":

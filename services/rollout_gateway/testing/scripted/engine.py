@@ -11,7 +11,7 @@ injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,8 @@ from rollout_gateway.engines.nouns import (
     Request,
     RoundSplit,
     RowLayout,
+    Withheld,
+    missing,
 )
 from rollout_gateway.engines.requests.admission import Admission, check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm, situation_of
@@ -76,6 +78,7 @@ class ScriptedEngine:
         self._memory = scripted_memory(spec)
         self._paused = False
         self._forced = ""
+        self._barred: Set[str] = frozenset()
         self._tokens = 0
         self._busy_s = 0.0
         self._split = RoundSplit()
@@ -200,6 +203,12 @@ class ScriptedEngine:
         check_arm(arm, self._spec.arms)
         self._forced = arm
 
+    def quarantine(self, withheld: Withheld) -> None:
+        """See Engine.quarantine; a script reuses nothing."""
+        if withheld.rounding:
+            raise missing("scripted", Capability.FULL_NUMBERS)
+        self._barred = frozenset(withheld.arms)
+
     def merge_evidence(self, evidence: Evidence) -> None:
         self._bandit.merge(evidence)
 
@@ -229,8 +238,9 @@ class ScriptedEngine:
             (run.request.forced_arm for run in batch if run.request.forced_arm), ""
         )
         if forced:
-            return forced, False
-        choice = self._bandit.choose(situation)
+            return OFF if forced in self._barred else forced, False
+        served = tuple(arm for arm in self._spec.arms if arm not in self._barred)
+        choice = self._bandit.choose(situation, served or (OFF,))
         return choice.arm, choice.explored
 
     def _advance(self, run: ScriptedRun, arm: str) -> int:

@@ -161,6 +161,7 @@ def test_a_batch_knows_sessions_groups_and_how_old_each_token_is() -> None:
     by_way = batch.masks_by_way(torch.arange(18))
     assert {name: mask.int().tolist() for name, mask in by_way.items()} == {
         "numbers=int8": [0] * 6 + [1] * 12,
+        "start=computed": [0] * 6 + [1] * 12,
         "arm=off": [0] * 6 + [1, 1, 0, 0, 0, 0] * 2,
         "arm=ngram:1_1_2": [0] * 6 + [0, 0, 1, 1, 1, 1] + [0] * 6,
         "arm=ngram:2_1_2": [0] * 14 + [1] * 4,

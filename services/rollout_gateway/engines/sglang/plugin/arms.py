@@ -11,7 +11,7 @@ alone: nothing is drafted, the drafter's state keeps in step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,7 @@ class ArmChooser:
     def __init__(self, names: Sequence[str], bandit: BanditSettings, seed: int) -> None:
         self.arms = parse_arms(names)
         self.forced = ""
+        self.barred: Set[str] = frozenset()  # in quarantine
         self.bandit = build_bandit(bandit, tuple(names), seed)
         self._groups = bandit.groups
         self._warm: set[tuple[str, int]] = set()
@@ -109,8 +110,10 @@ class ArmChooser:
         name = forced or asked_arm(tracked)
         if name:
             probed = any(one is not None and one.request.probe for one in tracked)
+            name = OFF if name in self.barred else name
             return ChosenArm(self.arms[name], False, fresh and not probed, self._era, situation)
-        choice = self.bandit.choose(situation)
+        served = tuple(name for name in self.arms if name not in self.barred or name == OFF)
+        choice = self.bandit.choose(situation, served)
         return ChosenArm(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 
     def observe(self, plan: ChosenArm, taken: Sequence[int], seconds: float) -> None:

@@ -24,6 +24,7 @@ from rollout_gateway.engines.nouns import (
     MemoryTag,
     PauseMode,
     Request,
+    Withheld,
     missing,
 )
 from rollout_gateway.engines.requests.admission import check_capabilities
@@ -73,7 +74,8 @@ class SchedulerEngine:
         check_capabilities("sglang", plugin.info.capabilities, request)
         sequence, rid = plugin.admission.sequence(request), plugin.rid_for(request.request_id)
         tracked = plugin.requests[rid] = Tracked(sequence, plugin.versions.drafter, rid)
-        plugin.scheduler.handle_generate_request(as_sglang_request(tracked, plugin.versions))
+        key = plugin.cache_key(rid)
+        plugin.scheduler.handle_generate_request(as_sglang_request(tracked, key))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
         """Requests end now; what SGLang still does for them in the running round is not told.
@@ -132,6 +134,8 @@ class SchedulerEngine:
             if not was_paused:
                 self.resume()
 
+        if Target.POLICY in changes:
+            self._mark(stale=not retract)
         self._relabel()
         for target, new in changes.items():
             plugin.arms.renew(target, shift_over(new.shift, over))
@@ -142,6 +146,17 @@ class SchedulerEngine:
 
     def force_arm(self, arm: str) -> None:
         self._plugin.arms.force(arm)
+
+    def quarantine(self, withheld: Withheld) -> None:
+        """Requests from now on, those that wait included, have a namespace of the prefix cache each
+        where nothing may be reused.
+        """
+        plugin = self._plugin
+        if withheld.rounding:
+            raise missing("sglang", Capability.FULL_NUMBERS)
+        plugin.arms.barred = frozenset(withheld.arms)
+        plugin.reuses = not withheld.reuse
+        self._relabel()
 
     def merge_evidence(self, evidence: Evidence) -> None:
         self._plugin.arms.bandit.merge(evidence)
@@ -191,17 +206,24 @@ class SchedulerEngine:
                 "SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request"
             )
 
+    def _mark(self, *, stale: bool) -> None:
+        """Of requests that are past their prefill: whether keys and values of an earlier policy
+        stay.
+        """
+        waiting = {req.rid for req in self._plugin.scheduler.waiting_queue}
+        for rid, tracked in self._plugin.requests.items():
+            tracked.sequence.stale = stale and rid not in waiting
+
     def _relabel(self) -> None:
         """Version string of SGLang, and the prefix namespace of requests that still wait for their
         prefill.
         """
         plugin = self._plugin
-        key = cache_key(plugin.versions)
-        plugin.scheduler.record_weight_version_change(key)
+        plugin.scheduler.record_weight_version_change(cache_key(plugin.versions))
         for req in plugin.scheduler.waiting_queue:
             tracked: Tracked | None = plugin.requests.get(req.rid)
             if tracked is not None:
-                req.extra_key = key
+                req.extra_key = plugin.cache_key(req.rid)
                 tracked.drafter_version = plugin.versions.drafter
 
     def _check_memory(self) -> None:

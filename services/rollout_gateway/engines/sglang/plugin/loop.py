@@ -58,6 +58,7 @@ def finishing(
         original(req, new_accepted_len)
         return
     plugin.settle()
+    tracked.sequence.copied = req.cached_tokens
     plugin.take(tracked, req.output_ids)
     finish = tracked.sequence.finish
     if finish is None:

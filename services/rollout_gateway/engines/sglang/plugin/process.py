@@ -35,6 +35,7 @@ from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import DrawnBy
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from rollout_gateway.engines.sglang.plugin.requests import cache_key
 from rollout_gateway.engines.sglang.plugin.sampling import PendingDraws, foreign_sampling
 from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
@@ -72,6 +73,7 @@ class Plugin:
         self.rows: RowLayout | None = row_layout(self.spec) if worker.ring_path else None
         self.slot_rows: SlotRows | None = None
         self.rows_invalid = 0
+        self.reuses = True  # false: in quarantine, no request takes keys and values of another
         self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
         self.requests: dict[str, Tracked] = {}  # by SGLang's name of them
         self._numbers = itertools.count(1)  # the same on every rank
@@ -204,6 +206,11 @@ class Plugin:
         capture.verified(self, *round_facts)
 
     # ---- requests
+
+    def cache_key(self, rid: str) -> str:
+        """Namespace of the prefix cache for a request."""
+        key = cache_key(self.versions)
+        return key if self.reuses else f"{key}/{rid}"
 
     def rid_for(self, request_id: int) -> str:
         """A name for SGLang that no request has had."""

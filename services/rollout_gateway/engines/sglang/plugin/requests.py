@@ -16,8 +16,8 @@ def cache_key(versions: VersionSet) -> str:
     return f"p{versions.policy}.d{versions.drafter}"
 
 
-def as_sglang_request(tracked: Tracked, versions: VersionSet) -> Any:
-    """TokenizedGenerateReqInput.
+def as_sglang_request(tracked: Tracked, key: str) -> Any:
+    """TokenizedGenerateReqInput; `key`: its namespace of the prefix cache.
 
     Draws and stops are ours, so SGLang is told of neither; it keeps the token limit. To it a
     response that goes on is the end of the prompt.
@@ -42,5 +42,5 @@ def as_sglang_request(tracked: Tracked, versions: VersionSet) -> Any:
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
-        extra_key=cache_key(versions),
+        extra_key=key,
     )

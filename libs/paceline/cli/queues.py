@@ -1,0 +1,83 @@
+"""Asks what waits in a run and what serves: requests, entries of the streams, sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.cli.access import DEADLINE_S
+from paceline.config import ServiceConfig
+from paceline.errors import PacelineError
+from paceline.local.redis import resolved
+from paceline.rpc import channel, rpc_errors
+from paceline.streams import RedisStream, connect, run_key
+from paceline.v1.coordinator_pb2 import GetSnapshotRequest
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from paceline.v1.rollout_pb2 import GetStatusRequest
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+from paceline.v1.weights_pb2 import GetVersionsRequest
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
+
+_MIB = 1 << 20
+
+
+async def read_queues(config: ServiceConfig) -> dict[str, str]:
+    """Figures by what they are, as text; without those of a service that does not answer."""
+    found: dict[str, str] = {}
+    for read in (_gateway, _coordinator, _streams):
+        try:
+            found |= await read(config)
+        except PacelineError:
+            continue  # it restarts, or has ended
+    return found
+
+
+async def _gateway(config: ServiceConfig) -> dict[str, str]:
+    async with channel(config.addresses.gateway, config.security) as connection:
+        rollout = RolloutServiceStub(connection)  # type: ignore[no-untyped-call]
+        weights = WeightServiceStub(connection)  # type: ignore[no-untyped-call]
+        with rpc_errors():
+            status = await rollout.GetStatus(GetStatusRequest(), timeout=DEADLINE_S)
+            known = await weights.GetVersions(GetVersionsRequest(), timeout=DEADLINE_S)
+    healths = [worker.health for worker in status.workers]
+    pushed = [
+        f"{letter}{version}"
+        for letter, versions in (("p", known.prepared_policy), ("d", known.prepared_drafter))
+        for version in versions
+    ]
+    return {
+        "requests running": str(sum(one.running for one in healths)),
+        "requests waiting": str(sum(one.waiting for one in healths)),
+        "open sessions": str(status.open_sessions),
+        "unsent": f"{status.unsent_bytes / _MIB:.1f} MiB",
+        "serving": f"p{known.versions.policy}.d{known.versions.drafter}",
+        "pushed": ", ".join(pushed) or "none",
+    }
+
+
+async def _coordinator(config: ServiceConfig) -> dict[str, str]:
+    async with channel(config.addresses.coordinator, config.security) as connection:
+        stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
+        with rpc_errors():
+            snapshot = await stub.GetSnapshot(GetSnapshotRequest(), timeout=DEADLINE_S)
+    drafters = snapshot.drafters
+    return {"promoted": f"d{drafters.promoted}" if drafters.HasField("promoted") else "none"}
+
+
+async def _streams(config: ServiceConfig) -> dict[str, str]:
+    urls = resolved(config).redis
+    streams: dict[str, Callable[[], Any]] = {
+        "trajectories": lambda: connect(urls.durable_url),
+        "features": lambda: connect(urls.features),
+    }
+    found = {}
+    for name, opened in streams.items():
+        client = opened()
+        stream = RedisStream(client, run_key(config.run.id, name))
+        try:
+            depth = await stream.depth()
+        finally:
+            await stream.close()
+            await client.aclose()
+        found[name] = f"{depth.entries} entries, {depth.bytes / _MIB:.1f} MiB"
+    return found

@@ -1,0 +1,164 @@
+"""Shows some of the newest samples token by token: how likely the policy held each, and whether a
+round with drafts gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from tokenizers import Tokenizer
+
+from paceline.arm_names import OFF
+from paceline.errors import DataLoss
+from paceline.streams import decode_trajectory, run_key
+from paceline.tagged_json import from_object, to_object
+from paceline.trajectory import Trajectory
+from paceline.whole_files import write_whole
+
+SHOWN, _TOKENS = 8, 600
+"""Samples, and tokens of each response."""
+_SHADES = (0.1, 0.7, 2.3, 4.6)
+"""Surprise in nats where the next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One branch. Its tokens: text, log-prob (nats; None in what the policy did not say), arm."""
+
+    task_id: str
+    step: int
+    policy_version: int
+    reward: float | None
+    prompt: str
+    tokens: tuple[tuple[str, float | None, str], ...]
+    left_out: int = 0  # tokens behind those
+
+
+async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sample]:
+    """Of the trajectories that Redis holds still, newest first; of each task one. None where the
+    model has no tokenizer.
+    """
+    entries = await client.xrevrange(run_key(run_id, "trajectories"), count=4 * SHOWN)
+    return await asyncio.to_thread(_read, entries, tokenizer)
+
+
+def _read(entries: Any, tokenizer: Path) -> list[Sample]:
+    if not tokenizer.is_file():
+        return []
+    codec = Tokenizer.from_file(str(tokenizer))
+    found: dict[str, Trajectory] = {}
+    for _, fields in entries:
+        if (one := _decoded(fields)) is not None:
+            found.setdefault(one.task_id, one)
+    return [sample_of(one, codec) for one in list(found.values())[:SHOWN]]
+
+
+def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
+    """The trajectory in words."""
+    begin = one.loss_mask.index(1) if 1 in one.loss_mask else len(one.token_ids)
+    arms = [OFF] * len(one.token_ids)
+    for span in one.draw_spans:
+        arms[span.start : span.end] = [span.arm] * (span.end - span.start)
+    ids = list(one.token_ids)
+    end = min(len(ids), begin + _TOKENS)
+    texts = [codec.decode(ids[:n], skip_special_tokens=False) for n in range(begin, end + 1)]
+    return Sample(
+        one.task_id,
+        one.step,
+        max((span.policy_version for span in one.version_spans), default=0),
+        one.reward,
+        texts[0],
+        tuple(
+            (
+                text.removeprefix(before),
+                round(one.behavior_logprobs[i], 3) if one.loss_mask[i] else None,
+                arms[i],
+            )
+            for i, before, text in zip(range(begin, end), texts, texts[1:], strict=False)
+        ),
+        len(ids) - end,
+    )
+
+
+def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+    """A JSON object a line."""
+    write_whole(path, "".join(json.dumps(to_object(one)) + "\n" for one in samples))
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """What `write_samples` has written, if it has. Raises DataLoss for anything else."""
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [from_object(Sample, json.loads(line)) for line in lines]
+    except ValueError as error:
+        raise DataLoss(f"{path} does not hold samples", seen=str(error)) from error
+
+
+def samples_note(samples: Sequence[Sample]) -> str:
+    """What the colours say."""
+    if not samples:
+        return "prompt and response, token by token"
+    return (
+        "the darker a token, the less likely the policy held it; underlined: from a round with "
+        "drafts; its log-prob and arm on hover"
+    )
+
+
+def samples_section(samples: Sequence[Sample]) -> str:
+    """Each sample to be opened, the first one open."""
+    if not samples:
+        return '<p class="empty">Redis holds no trajectory of the run</p>'
+    return "".join(_sample(one, opened=i == 0) for i, one in enumerate(samples))
+
+
+def _sample(one: Sample, *, opened: bool) -> str:
+    reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
+    head = f"{one.task_id} · step {one.step + 1} · p{one.policy_version} · {reward}"
+    more = f" … {one.left_out} more tokens" if one.left_out else ""
+    said = "".join(_run(kind, list(tokens)) for kind, tokens in groupby(one.tokens, key=_kind))
+    prompt = f'<span class="prompt">{escape(one.prompt)}</span>'
+    return (
+        f"<details{' open' if opened else ''}><summary>{escape(head)}</summary>"
+        f'<p class="said">{prompt}{said}{more}</p></details>'
+    )
+
+
+def _kind(token: tuple[str, float | None, str]) -> tuple[str, str]:
+    """Tokens that look alike are one element: shade, and the arm that drafted."""
+    _, logprob, arm = token
+    if logprob is None:
+        return "prompt", ""
+    shade = sum(-logprob >= bound for bound in _SHADES)
+    return f"s{shade}", "" if arm == OFF else arm
+
+
+def _run(kind: tuple[str, str], tokens: Sequence[tuple[str, float | None, str]]) -> str:
+    shade, arm = kind
+    text = escape("".join(one for one, *_ in tokens))
+    if shade == "prompt":
+        return f'<span class="prompt">{text}</span>'
+    told = " ".join(f"{logprob:.2f}" for _, logprob, _ in tokens if logprob is not None)
+    drafted = " drafted" if arm else ""
+    return (
+        f'<span class="{shade}{drafted}" title="{escape(told)} {escape(arm or OFF)}">{text}</span>'
+    )
+
+
+def _decoded(fields: dict[bytes, bytes]) -> Trajectory | None:
+    """None for an entry that does not decode, which the trainer says more of."""
+    header = {name.decode(): value for name, value in fields.items()}
+    payload = header.pop("payload", b"")
+    try:
+        return decode_trajectory({k: v.decode() for k, v in header.items()}, payload)
+    except (DataLoss, UnicodeDecodeError):
+        return None

@@ -1,0 +1,63 @@
+"""Tells of paths that the audit found inexact, and has the gateway go without them."""
+
+from __future__ import annotations
+
+from coordinator.calls.base import Calls
+from coordinator.machine import commands, events
+from paceline.errors import PacelineError
+from paceline.local.news import tell_supervisor
+from paceline.rpc import rpc_errors
+from paceline.telemetry import get_logger
+from paceline.trajectory import PLAIN_PATH
+from paceline.v1.policy_pb2 import PolicyStepped
+from paceline.v1.rollout_pb2 import QuarantineRequest
+from paceline.v1.trajectory_pb2 import CommandContext
+
+_DEADLINE_S = 30.0
+
+
+def found(calls: Calls, epoch: int, stepped: PolicyStepped) -> None:
+    """Says which paths are beyond their bounds, if any, and emits PathsBeyondBound."""
+    if not stepped.beyond:
+        return
+    details: dict[str, events.Figure] = {}
+    for one in stepped.beyond:
+        figures = {
+            "tokens": one.tokens,
+            "mean": one.mean,
+            "upper": one.upper,
+            "mean_bound": one.mean_bound,
+            "upper_bound": one.upper_bound,
+        }
+        details[one.path] = figures
+        get_logger("coordinator").error("inexact_path", path=one.path, **figures)
+        follows = "nothing is left to turn off" if one.path == PLAIN_PATH else "it is quarantined"
+        tell_supervisor(
+            "impaired",
+            f"the audit found {one.path} inexact: mean gap {one.mean:.2g} nats (bound "
+            f"{one.mean_bound:.2g}), 99th percentile {one.upper:.2g} (bound {one.upper_bound:.2g}) "
+            f"over {one.tokens} tokens; {follows}, the run goes on",
+        )
+    paths = tuple(one.path for one in stepped.beyond)
+    calls.emit(events.PathsBeyondBound(calls.now(), epoch, paths, details))
+
+
+async def quarantine(calls: Calls, command: commands.Quarantine) -> None:
+    """At once, where that can be; else the next rollouts begin with it."""
+    try:
+        await withhold(calls, calls.context(command))
+    except PacelineError as error:
+        log = get_logger("coordinator")
+        log.error("the quarantine waits for the next rollouts", error=str(error))
+
+
+async def withhold(calls: Calls, context: CommandContext) -> None:
+    """Has the gateway go without all that is in quarantine. Raises what the call raises."""
+    paths = calls.state().quarantined
+    if not paths:
+        return
+    request = QuarantineRequest(context=context, paths=paths)
+    with rpc_errors():
+        answer = await calls.peers.rollout.Quarantine(request, timeout=_DEADLINE_S)
+    if answer.unmet:
+        get_logger("coordinator").error("paths_stay", paths=list(answer.unmet))

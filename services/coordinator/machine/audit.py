@@ -1,0 +1,19 @@
+"""Puts paths in quarantine by which tokens come out inexact; the run goes on without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator.machine.commands import Quarantine
+from coordinator.machine.decision import Decision
+from coordinator.machine.events import PathsBeyondBound
+from coordinator.machine.state import State
+
+
+def quarantined(state: State, event: PathsBeyondBound) -> Decision:
+    """Paths are only ever added, in the order in which they were found; a known one is no news."""
+    new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
+    if not new:
+        return Decision(state)
+    state = replace(state, quarantined=state.quarantined + new)
+    return Decision(state, (Quarantine(state.step, event.epoch, state.quarantined),))

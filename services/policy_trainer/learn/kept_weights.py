@@ -1,0 +1,67 @@
+"""Keeps earlier versions of what is trained on the CPU, so that tokens they drew can be scored in
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from policy_trainer.learn.device_memory import reshard
+
+
+class KeptWeights:
+    """This rank's shards of the last versions; none after a restart."""
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, Tensor], versions: int) -> None:
+        """`trained`: parameters of the model. `versions`: how many are kept at most."""
+        self._model = model
+        self._trained = trained
+        self.limit = versions
+        self._kept: deque[list[Tensor]] = deque(maxlen=versions)
+
+    @property
+    def versions(self) -> int:
+        """How many there are."""
+        return len(self._kept)
+
+    def keep(self) -> None:
+        """What is trained now becomes the newest of them, in the memory of the oldest."""
+        if not self.limit:
+            return
+        if len(self._kept) < self.limit:
+            memory = [torch.empty_like(one, device="cpu") for one in self._shards()]
+        else:
+            memory = self._kept[0]
+        self._kept.append(memory)  # the oldest leaves
+        _copy(self._shards(), memory)
+
+    @contextmanager
+    def as_of(self, lag: int) -> Iterator[None]:
+        """The weights of the version kept as the lag-th last, for the block; then those of now."""
+        now = [one.detach().clone() for one in self._shards()]
+        self._serve(self._kept[-lag])
+        try:
+            yield
+        finally:
+            self._serve(now)
+
+    def _serve(self, weights: list[Tensor]) -> None:
+        reshard(self._model)
+        _copy(weights, self._shards())
+
+    def _shards(self) -> list[Tensor]:
+        return [
+            one.to_local() if isinstance(one, DTensor) else one for one in self._trained.values()
+        ]
+
+
+@torch.no_grad()
+def _copy(source: list[Tensor], target: list[Tensor]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.copy_(one)

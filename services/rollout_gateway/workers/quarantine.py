@@ -1,0 +1,86 @@
+"""Keeps what an audit of the run found inexact out of all workers, later ones included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.arm_names import OFF
+from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.telemetry import get_logger
+from paceline.trajectory import (
+    ARM_PATH,
+    DRAFTED_PATH,
+    NUMBERS_PATH,
+    PLAIN_PATH,
+    REUSED_PATH,
+    SWAPPED_PATH,
+)
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway import metrics
+from rollout_gateway.engines.nouns import Capability
+from rollout_gateway.workers.process import WorkerProcess
+from rollout_gateway.workers.router import Router
+
+_ALONE = (PLAIN_PATH, DRAFTED_PATH, REUSED_PATH, SWAPPED_PATH)
+
+
+class Quarantined:
+    """Paths that no worker takes; they only become more."""
+
+    def __init__(self, router: Router, command_deadline_s: float) -> None:
+        self._router = router
+        self._deadline_s = command_deadline_s
+        self.paths: tuple[str, ...] = ()
+
+    async def add(self, paths: Iterable[str]) -> list[str]:
+        """Has every worker go without these as well; returns those that the engine cannot go
+        without. Raises InvalidInput for a name that is no path, and what a worker refuses.
+        """
+        wanted = list(dict.fromkeys(paths))
+        for path in wanted:
+            _check(path)
+        new = [path for path in wanted if path not in self.paths]
+        if new:
+            self.paths += tuple(new)
+            for path in new:
+                get_logger(__name__).error("path_quarantined", path=path)
+                metrics.QUARANTINED.record(1, path=path)
+            for answer in await self._router.ask_all(self._command()):
+                # A worker that is lost is told when it is back.
+                if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
+                    raise answer
+        return [path for path in wanted if self._unmet(path)]
+
+    async def tell(self, process: WorkerProcess) -> None:
+        """Before the first request of a worker that starts."""
+        if self.paths:
+            await process.ask(self._command(), self._deadline_s)
+
+    def _unmet(self, path: str) -> bool:
+        """Whether nothing can be turned off; a swap is the coordinator's affair."""
+        rounding = path.startswith(NUMBERS_PATH) and not self._rounds_by_choice
+        return path == PLAIN_PATH or rounding
+
+    @property
+    def _rounds_by_choice(self) -> bool:
+        return Capability.FULL_NUMBERS in self._router.ready.capabilities
+
+    def _command(self) -> pb.WorkerCommand:
+        arms = [path.removeprefix(ARM_PATH) for path in self.paths if path.startswith(ARM_PATH)]
+        if DRAFTED_PATH in self.paths:
+            arms = [arm for arm in self._router.ready.arms if arm != OFF]
+        rounding = any(path.startswith(NUMBERS_PATH) for path in self.paths)
+        return pb.WorkerCommand(
+            quarantine=pb.Quarantine(
+                arms=arms,
+                reuse=REUSED_PATH in self.paths,
+                rounding=rounding and self._rounds_by_choice,
+            )
+        )
+
+
+def _check(path: str) -> None:
+    named = any(path.startswith(kind) and path != kind for kind in (ARM_PATH, NUMBERS_PATH))
+    if path not in _ALONE and not named:
+        allowed = f"{', '.join(_ALONE)}, {ARM_PATH}<name> or {NUMBERS_PATH}<format>"
+        raise InvalidInput("an audit knows no such path", seen=path, allowed=allowed)

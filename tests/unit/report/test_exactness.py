@@ -1,0 +1,55 @@
+"""What the pages show of the audit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.report.exactness import exactness_chart, exactness_table
+from paceline.report.journal import RunHistory
+from paceline.v1.coordinator_pb2 import StepRecord
+
+ARM = "arm=eagle:3_1_4"
+BEYOND = {
+    "reused": {
+        "step": 1,
+        "tokens": 340,
+        "mean": 0.75,
+        "upper": 2.5,
+        "mean_bound": 5e-4,
+        "upper_bound": 5e-3,
+    }
+}
+
+
+def record(step: int, path: str, gap: float, tokens: int) -> StepRecord:
+    figures = {"audit_gap": gap, "audit_upper": 4 * gap, "audit_tokens": float(tokens)}
+    named = {f"{what}/{path}": value for what, value in figures.items()}
+    return StepRecord(step=step, policy=named)
+
+
+def test_a_path_within_its_bound_shows_all_its_tokens_and_their_mean(history: RunHistory) -> None:
+    records = (record(0, ARM, 1e-6, 100), record(1, ARM, 4e-6, 300))
+    table = exactness_table(replace(history, records=records))
+    assert f"<td>{ARM}</td><td>drafted by eagle:3_1_4</td><td>within its bound</td>" in table
+    assert '<td class="n">400</td><td class="n">3.2e-06</td><td class="n">1.6e-05</td>' in table
+    assert "bad-row" not in table
+
+
+def test_a_path_beyond_its_bound_shows_what_it_was_named_for(history: RunHistory) -> None:
+    told = replace(history, records=(record(0, "reused", 0.5, 10),), beyond=BEYOND)
+    table = exactness_table(told)
+    assert "bad-row" in table
+    assert "beyond its bound, in step 2" in table
+    assert '<td class="n">340</td><td class="n">0.75</td><td class="n">2.5</td>' in table
+
+
+def test_a_run_without_an_audit_says_how_to_have_one(history: RunHistory) -> None:
+    assert "policy_trainer.audit.share" in exactness_table(replace(history, records=()))
+
+
+def test_the_chart_has_a_line_for_each_path() -> None:
+    records = [record(0, "plain", 1e-6, 100), record(1, "plain", 2e-6, 100)]
+    records[0].policy.update(record(0, "reused", 1e-5, 50).policy)
+    drawing = exactness_chart(records)[2]
+    assert "plain" in drawing
+    assert "reused" in drawing

@@ -1,0 +1,95 @@
+"""Samples token by token: read from the stream, kept in a file, shown as text that cannot become
+markup.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from paceline.errors import DataLoss
+from paceline.report.samples import (
+    SHOWN,
+    Sample,
+    newest_samples,
+    read_samples,
+    samples_section,
+    write_samples,
+)
+from paceline.streams import RedisStream, encode_trajectory, run_key
+from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
+
+TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start" / "tokenizer.json"
+ARM = "eagle:3_1_4"
+SAMPLE = Sample(
+    "t<1>",
+    3,
+    4,
+    0.5,
+    "2+2=",
+    (("<b>", -0.01, "off"), ("4", -3.0, ARM), ("4", -2.5, ARM), ("tool", None, "off")),
+    left_out=7,
+)
+
+
+def test_tokens_are_shaded_by_log_prob_and_those_of_drafted_rounds_underlined() -> None:
+    shown = samples_section([SAMPLE])
+    assert '<span class="s0" title="-0.01 off">&lt;b&gt;</span>' in shown
+    assert f'<span class="s3 drafted" title="-3.00 -2.50 {ARM}">44</span>' in shown
+    assert '<span class="prompt">tool</span>' in shown
+    assert "t&lt;1&gt; · step 4 · p4 · reward 0.5" in shown
+    assert "7 more tokens" in shown
+    assert "<b>" not in shown
+
+
+def test_samples_come_back_from_their_file_and_a_damaged_one_is_data_loss(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    assert read_samples(path) == []
+    write_samples(path, [SAMPLE, SAMPLE])
+    assert read_samples(path) == [SAMPLE, SAMPLE]
+    path.write_text('{"task_id": 3}\n')
+    with pytest.raises(DataLoss):
+        read_samples(path)
+
+
+async def test_the_newest_of_each_task_are_read_and_what_does_not_decode_is_left_out(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    stream = RedisStream(redis_client, run_key(run_id, "trajectories"))
+    rng = random.Random(0)
+    for number in range(2 * SHOWN + 4):
+        ids = tuple(rng.randrange(3, 20) for _ in range(6))
+        one = Trajectory(
+            BranchKey(run_id, f"s{number}"),
+            number,
+            f"task-{number // 2}",
+            "g",
+            2,
+            0,
+            number % 2,
+            ids,
+            (0, 0, 1, 1, 1, 1),
+            (0.0, 0.0, -0.5, -1.0, -0.25, -2.0),
+            (VersionSpan(2, 6, 3),),
+            1.0,
+            number,
+            1.0,
+            draw_spans=(DrawSpan(2, 4, "off", "float32"), DrawSpan(4, 6, ARM, "float32")),
+        )
+        header, payload = encode_trajectory(one)
+        await stream.append(header, payload if number != 2 * SHOWN + 3 else payload[:-3])
+    found = await newest_samples(redis_client, run_id, TOKENIZER)
+    assert [one.task_id for one in found] == [f"task-{n}" for n in range(SHOWN + 1, 1, -1)]
+    assert found[0].step == 2 * SHOWN + 2  # the newest does not decode
+    assert [(logprob, arm) for _, logprob, arm in found[0].tokens] == [
+        (-0.5, "off"),
+        (-1.0, "off"),
+        (-0.25, ARM),
+        (-2.0, ARM),
+    ]
+    assert found[0].policy_version == 3
+    assert await newest_samples(redis_client, run_id, TOKENIZER.with_name("none.json")) == []
+    await stream.close()
