@@ -71,7 +71,8 @@ async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outco
     }
     opened = (await http.post("/v1/sessions", json=about)).raise_for_status().json()
     provider = OpenAIProvider(base_url=f"{url}/v1", api_key=opened["api_key"])
-    model = OpenAIChatModel("model", provider=provider)
+    served = (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+    model = OpenAIChatModel(served, provider=provider)
     warehouse = Warehouse()
     run = await agent.run(
         QUESTION, model=model, deps=warehouse, model_settings={"seed": sample_index}

@@ -174,7 +174,10 @@ def opening(call: GatewayCall[Any], settings: ClientSettings) -> Flow[None]:
 
 
 def next_task(
-    timeout_s: float, session_timeout_s: float | None, settings: ClientSettings
+    timeout_s: float,
+    session_timeout_s: float | None,
+    settings: ClientSettings,
+    override_sampling: bool | None = None,
 ) -> Flow[OpenedSession | None]:
     """A session for the next task; None when none came for `timeout_s`.
 
@@ -184,7 +187,8 @@ def next_task(
     end = clock() + check_seconds("timeout_s", timeout_s)
     while (asked := clock()) < end:
         wait_s = min(LONG_POLL_S, end - asked)
-        opened = yield from ask(calls.claim(wait_s, session_timeout_s), settings)
+        call = calls.claim(wait_s, session_timeout_s, override_sampling)
+        opened = yield from ask(call, settings)
         if opened is not None:
             return opened
         early = asked + min(EARLY_S, wait_s) - clock()
