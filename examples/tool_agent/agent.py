@@ -76,6 +76,7 @@ async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outco
         "sample_index": sample_index,
     }
     opened = (await http.post("/v1/sessions", json=about)).raise_for_status().json()
+    served = (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
     warehouse = Warehouse()
     async with httpx.AsyncClient(event_hooks={"request": [carry_trace]}, timeout=60) as to_model:
         provider = OpenAIProvider(
@@ -83,7 +84,7 @@ async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outco
         )
         run = await agent.run(
             QUESTION,
-            model=OpenAIChatModel("model", provider=provider),
+            model=OpenAIChatModel(served, provider=provider),
             deps=warehouse,
             model_settings={"seed": sample_index},
         )

@@ -79,7 +79,7 @@ with httpx.Client(base_url=url, timeout=20) as http:
         except grpc.RpcError as error:
             seen[name] = error.code().name
     keys = {"authorization": f"Bearer {token}"}
-    chat = {"model": "m", "prompt": "1+1=", "max_tokens": 4}
+    chat = {"prompt": "1+1=", "max_tokens": 4}
     seen["completions"] = http.post("/v1/completions", json=chat, headers=keys).status_code
     seen["metrics"] = http.get("/metrics", headers=keys).status_code
     for file in files if uid else ():

@@ -80,9 +80,12 @@ def open_session(about: Mapping[str, Any]) -> GatewayCall[OpenedSession]:
     return GatewayCall("POST", "/v1/sessions", _opened, body=given(about))
 
 
-def claim(wait_s: float, timeout_s: float | None) -> GatewayCall[OpenedSession | None]:
+def claim(
+    wait_s: float, timeout_s: float | None, override_sampling: bool | None = None
+) -> GatewayCall[OpenedSession | None]:
     """A session for the next task of the run; None when none came within `wait_s`."""
-    body = given({"claim": True, "wait_s": wait_s, "timeout_s": timeout_s})
+    about = {"wait_s": wait_s, "timeout_s": timeout_s, "override_sampling": override_sampling}
+    body = given({"claim": True, **about})
 
     def read(data: Json | None) -> OpenedSession | None:
         return None if data is None else OpenedSession.read(data)

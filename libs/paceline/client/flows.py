@@ -180,6 +180,7 @@ def next_task(
     timeout_s: float,
     session_timeout_s: float | None,
     settings: ClientSettings,
+    override_sampling: bool | None = None,
     *,
     heard: bool = False,
 ) -> Flow[OpenedSession | None]:
@@ -192,7 +193,7 @@ def next_task(
     end = clock() + check_seconds("timeout_s", timeout_s)
     while (asked := clock()) < end:
         wait_s = min(LONG_POLL_S, end - asked)
-        claim = calls.claim(wait_s, session_timeout_s)
+        claim = calls.claim(wait_s, session_timeout_s, override_sampling)
         if heard:
             claim = replace(claim, deadline_s=end - asked + LATE_S)
         try:

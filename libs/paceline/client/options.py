@@ -3,7 +3,7 @@ gateway's.
 
 A session that is to be trained takes temperature > 0 and neither top_p < 1, top_k, min_p nor
 penalties: the gateway refuses them with TrainabilityError. Open it with trainable=False to use
-them.
+them, or with override_sampling=True to have the run's own sampling used instead.
 """
 
 from __future__ import annotations

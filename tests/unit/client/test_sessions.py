@@ -270,7 +270,7 @@ async def test_wrong_arguments_are_refused_before_anything_is_sent(
     for value in (float("nan"), float("inf"), "much", None):
         with pytest.raises(InvalidInput, match="finite number"):
             await session.reward(value)
-    with pytest.raises(InvalidInput, match=r"seen: maxtokens; allowed: deadline_s, extra"):
+    with pytest.raises(InvalidInput, match=r"seen: maxtokens; allowed: allowed_token_ids, dead"):
         await session.generate("1", maxtokens=3)
     with pytest.raises(InvalidInput, match="not JSON"):
         await session.generate("1", temperature=float("nan"))

@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from paceline.models.penalties import PenaltyParams, add_bias_, node_counts, penalised
+from paceline.models.penalties import (
+    PenaltyParams,
+    add_bias_,
+    node_counts,
+    node_depths,
+    penalised,
+)
 
 VOCAB = 7
 
@@ -52,6 +58,15 @@ def test_counts_at_a_node_are_those_of_the_path_to_it(
         for b in range(batch)
     ]
     assert found.tolist() == expected
+
+
+def test_the_depth_of_a_node_is_the_number_of_drafts_on_the_path_to_it() -> None:
+    tokens = torch.tensor([[1, 2, 3, 2, 5], [1, 2, 3, -1, -1]])
+    parents = torch.tensor([[-1, 0, 0, 1, 3], [0, 0, 1, -1, -1]])
+    tree, chain = node_depths(tokens, parents), node_depths(tokens)
+    assert tree[0].tolist() == [0, 1, 1, 2, 3]
+    assert tree[1, :3].tolist() == [0, 1, 2]
+    assert chain.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_siblings_do_not_see_each_other() -> None:

@@ -75,6 +75,7 @@ class AsyncClient:
         trainable: bool | None = None,
         turn_discount: float | None = None,
         timeout_s: float | None = None,
+        override_sampling: bool | None = None,
     ) -> AsyncSession:
         """Open a session; as a context manager it also ends it.
 
@@ -82,7 +83,8 @@ class AsyncClient:
 
         `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another
         one is opened; the first ends by that time-out, without turns and thus without anything to
-        train.
+        train. `override_sampling`: draw with the run's sampling where what is asked could not be
+        trained, or refuse it; None leaves that to the gateway, as everywhere.
         """
         about = {
             "task_id": task,
@@ -92,6 +94,7 @@ class AsyncClient:
             "trainable": trainable,
             "turn_discount": turn_discount,
             "timeout_s": timeout_s,
+            "override_sampling": override_sampling,
         }
         return self._session(await self._wire.ask(calls.open_session(about)))
 
@@ -102,14 +105,22 @@ class AsyncClient:
         return self._session(calls.current(api_key))
 
     async def claim(
-        self, wait_s: float = LONG_POLL_S, *, session_timeout_s: float | None = None
+        self,
+        wait_s: float = LONG_POLL_S,
+        *,
+        session_timeout_s: float | None = None,
+        override_sampling: bool | None = None,
     ) -> AsyncSession | None:
         """A session for the next task of the training run; None when none came within `wait_s`."""
-        opened = await self._wire.ask(calls.claim(wait_s, session_timeout_s))
+        opened = await self._wire.ask(calls.claim(wait_s, session_timeout_s, override_sampling))
         return None if opened is None else self._session(opened)
 
     async def tasks(
-        self, timeout_s: float = 600.0, *, session_timeout_s: float | None = None
+        self,
+        timeout_s: float = 600.0,
+        *,
+        session_timeout_s: float | None = None,
+        override_sampling: bool | None = None,
     ) -> AsyncIterator[AsyncSession]:
         """Sessions for the tasks of the training run, until none came for `timeout_s`, which is
         also how the end of the run shows.
@@ -118,7 +129,9 @@ class AsyncClient:
         """
         settings, heard = self._wire.settings, False
         while True:
-            claim = next_task(timeout_s, session_timeout_s, settings, heard=heard)
+            claim = next_task(
+                timeout_s, session_timeout_s, settings, override_sampling, heard=heard
+            )
             opened = await self._wire.run(claim)
             if opened is None:
                 return

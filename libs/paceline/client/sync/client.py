@@ -74,6 +74,7 @@ class Client:
         trainable: bool | None = None,
         turn_discount: float | None = None,
         timeout_s: float | None = None,
+        override_sampling: bool | None = None,
     ) -> Session:
         """Open a session; as a context manager it also ends it.
 
@@ -81,7 +82,8 @@ class Client:
 
         `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another
         one is opened; the first ends by that time-out, without turns and thus without anything to
-        train.
+        train. `override_sampling`: draw with the run's sampling where what is asked could not be
+        trained, or refuse it; None leaves that to the gateway, as everywhere.
         """
         about = {
             "task_id": task,
@@ -91,6 +93,7 @@ class Client:
             "trainable": trainable,
             "turn_discount": turn_discount,
             "timeout_s": timeout_s,
+            "override_sampling": override_sampling,
         }
         return self._session(self._wire.ask(calls.open_session(about)))
 
@@ -101,14 +104,22 @@ class Client:
         return self._session(calls.current(api_key))
 
     def claim(
-        self, wait_s: float = LONG_POLL_S, *, session_timeout_s: float | None = None
+        self,
+        wait_s: float = LONG_POLL_S,
+        *,
+        session_timeout_s: float | None = None,
+        override_sampling: bool | None = None,
     ) -> Session | None:
         """A session for the next task of the training run; None when none came within `wait_s`."""
-        opened = self._wire.ask(calls.claim(wait_s, session_timeout_s))
+        opened = self._wire.ask(calls.claim(wait_s, session_timeout_s, override_sampling))
         return None if opened is None else self._session(opened)
 
     def tasks(
-        self, timeout_s: float = 600.0, *, session_timeout_s: float | None = None
+        self,
+        timeout_s: float = 600.0,
+        *,
+        session_timeout_s: float | None = None,
+        override_sampling: bool | None = None,
     ) -> Iterator[Session]:
         """Sessions for the tasks of the training run, until none came for `timeout_s`, which is
         also how the end of the run shows.
@@ -117,7 +128,9 @@ class Client:
         """
         settings, heard = self._wire.settings, False
         while True:
-            claim = next_task(timeout_s, session_timeout_s, settings, heard=heard)
+            claim = next_task(
+                timeout_s, session_timeout_s, settings, override_sampling, heard=heard
+            )
             opened = self._wire.run(claim)
             if opened is None:
                 return

@@ -96,16 +96,17 @@ def _any(*paths: str) -> dict[str, Values]:
 
 _OF_A_CALLER = _any(
     "user",
-    "metadata",
-    "store",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
     "request_id",
-    "stream_options.include_obfuscation",
 )
 """Who asks, what is billed, where a cache may be found: nothing of it is in an answer."""
+_OF_COMPLETIONS = {
+    **_OF_A_CALLER,
+    **_any("metadata", "store", "stream_options.include_obfuscation"),
+}
 _CHAT_MESSAGES = _any(
     "messages[].refusal",
     "messages[].annotations",
@@ -138,10 +139,10 @@ _SAMPLED: dict[str, Values] = {
 }
 """vLLM's and SGLang's own parameters at the values that switch them off."""
 
-COMPLETIONS = Beyond(_OF_A_CALLER, {**_SAMPLED, "add_special_tokens": (True,)})
+COMPLETIONS = Beyond(_OF_COMPLETIONS, {**_SAMPLED, "add_special_tokens": (True,)})
 CHAT = Beyond(
     {
-        **_OF_A_CALLER,
+        **_OF_COMPLETIONS,
         **_CHAT_MESSAGES,
         **_any(
             "parallel_tool_calls",

@@ -118,7 +118,7 @@ def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[s
             given = given[:SEEN_CHARACTERS]
         seen = _SEEN.repr(given)[:SEEN_CHARACTERS]
         raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
-    return body, kind.beyond.judge(body)
+    return body, tuple(sorted({*kind.beyond.judge(body), *body.unheeded()}))
 
 
 def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:

@@ -60,6 +60,10 @@ class OpenShape(BaseModel):
     beyond: ClassVar[Beyond] = Beyond()
     """Of a body: what it may hold besides its fields."""
 
+    def unheeded(self) -> Sequence[str]:
+        """Fields of a body that it shows again in its answer and that change nothing else."""
+        return ()
+
 
 class StrictShape(OpenShape):
     """Strict about the types of its fields."""

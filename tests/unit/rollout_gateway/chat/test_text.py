@@ -59,6 +59,28 @@ def test_a_stop_string_is_cut_off_and_its_beginning_held_back(cuts: list[int]) -
     assert streamed(ids, cuts, stop=("xyz",)) == "12 - 3 -- "
 
 
+@pytest.mark.parametrize("cuts", [[1] * 20, [3, 3], []])
+def test_a_stop_string_may_be_kept_and_what_comes_behind_it_is_not(cuts: list[int]) -> None:
+    ids = list(CODEC.encode("12 - 3 -- 4")[1:])
+    stream, text = CODEC.stream((" --",)), ""
+    for size in cuts or [len(ids)]:
+        text += stream.push(ids[:size])
+        ids = ids[size:]
+    text += stream.push(ids)
+    assert text + stream.finish(" --", keep=True) == "12 - 3 --"
+
+
+@pytest.mark.parametrize("first", range(9))
+def test_a_stop_string_that_comes_too_early_is_text_and_the_next_one_ends_it(first: int) -> None:
+    text = "1#2#3#4"
+    ids = list(CODEC.encode(text)[1:])
+    stream = CODEC.stream(("#",))
+    said = stream.push(ids[:first], early=True) + stream.push(ids[first:])
+    end = text.find("#", first)
+    whole = said + stream.finish("#" if end >= 0 else "")
+    assert whole == (text[:end] if end >= 0 else text)
+
+
 def chat(text: str) -> ChatRequest:
     return ChatRequest((Message("user", text),))
 

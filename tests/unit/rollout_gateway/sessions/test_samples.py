@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from session_turns import said, session, turn
 
 from paceline.trajectory import SpeculationStats, VersionSpan
+from rollout_gateway.engines.sampling import OVERRIDABLE, Sampling, untrainable
 from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.samples import restamped
+from rollout_gateway.sessions.samples import overridden, restamped
 from rollout_gateway.sessions.session import Grant, Session
 from rollout_gateway.sessions.tree import Turn
 
@@ -197,3 +198,36 @@ def test_a_session_that_said_nothing_has_no_samples() -> None:
     where = session()
     where.score(Grant(1.0))
     assert where.trajectories() == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, ()),
+        ({"temperature": 0.0}, ("temperature=0.7",)),
+        ({"temperature": 0.699999988079071}, ()),  # the wire's 0.7
+        ({"temperature": 0.7, "top_p": 0.5, "top_k": 3}, ("top_p=1", "top_k=0")),
+        (
+            {"temperature": 0.7, "min_p": 0.5, "logit_bias": ((5, 1.0),)},
+            ("min_p=0", "logit_bias=none"),
+        ),
+        ({"temperature": 0.7, "repetition_penalty": 1.5}, ("repetition_penalty=1",)),
+    ],
+)
+def test_overridden_sampling_is_the_runs_and_says_what_it_changed(
+    asked: dict[str, object], told: tuple[str, ...]
+) -> None:
+    sampling = Sampling(7, 20, stop=("#",), top_logprobs=2, **({"temperature": 0.7} | asked))  # type: ignore[arg-type]
+    drawn, changed = overridden(sampling, 0.7)
+    assert changed == told
+    assert drawn == Sampling(7, 20, 0.7, stop=("#",), top_logprobs=2)
+    assert untrainable(drawn) == {}
+
+
+@pytest.mark.parametrize(
+    "contract", [{"json_schema": "{}"}, {"allowed_token_ids": (5,)}, {"min_tokens": 2}]
+)
+def test_what_an_answer_has_to_be_is_not_overridden(contract: dict[str, object]) -> None:
+    sampling = Sampling(7, 20, 0.2, top_p=0.5, **contract)  # type: ignore[arg-type]
+    assert overridden(sampling, 1.0) == (sampling, ())
+    assert not set(contract) & set(OVERRIDABLE)

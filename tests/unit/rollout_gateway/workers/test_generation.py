@@ -134,3 +134,17 @@ def test_a_log_prob_that_is_not_finite_ends_the_request(value: float) -> None:
     assert generation.whole.finish_reason == tpb.FINISH_REASON_ERROR
     assert generation.whole.error.startswith("DATA_LOSS: ")
     assert list(generation.whole.token_ids) == [1, 2]
+
+
+async def test_the_scores_of_a_prompt_are_told_once_however_often_its_request_goes_on() -> None:
+    score = pb.PromptScore(logprob=-1.0, rank=2)
+    for told_first in (True, False):
+        generation = Generation(pb.EngineRequest(request_id=1, prompt_token_ids=[5, 6, 7]), 0)
+        first = chunk(0, [8], finish=tpb.FINISH_REASON_ABORT)
+        first.prompt_scores.extend([score, score] if told_first else [])
+        generation.suspended(first)
+        last = chunk(1, [9], last=True)
+        last.prompt_scores.extend([score, score])
+        generation.accept(last)
+        assert len(generation.whole.prompt_scores) == 2
+        assert [one async for one in generation.chunks()][-1].prompt_scores == [score, score]

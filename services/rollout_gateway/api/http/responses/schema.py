@@ -155,6 +155,11 @@ class ResponsesBody(SampledBody):
     conversation: JsonValue = None
     prompt: JsonValue = None
 
+    def unheeded(self) -> Sequence[str]:
+        strict = any(tool.strict for tool in self.tools or ())
+        found = {"parallel_tool_calls": not self.parallel_tool_calls, "tools[].strict": strict}
+        return [name for name, there in found.items() if there]
+
     def check(self) -> None:
         """Raises FieldError for what is not served."""
         for field in NOT_SERVED:

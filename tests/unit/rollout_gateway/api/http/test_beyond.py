@@ -1,0 +1,147 @@
+"""Fields beyond those of a body: refused by name, told, or at values that ask for what happens
+anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from paceline.errors import InvalidInput
+from rollout_gateway.api.http.anthropic.schema import MessagesBody
+from rollout_gateway.api.http.beyond import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    TOKENS,
+    UnknownField,
+)
+from rollout_gateway.api.http.bodies import judged, parse
+from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from rollout_gateway.api.http.openai.tokens import TokenizeBody
+from rollout_gateway.api.http.responses.schema import ResponsesBody
+from rollout_gateway.api.http.routes import OPERATIONS
+from rollout_gateway.api.http.sessions import CompleteBody, FailBody, OpenBody, RewardBody
+from rollout_gateway.api.http.shapes import OpenShape
+
+TABLES = {
+    ChatBody: CHAT,
+    CompletionBody: COMPLETIONS,
+    ResponsesBody: RESPONSES,
+    MessagesBody: MESSAGES,
+    TokenizeBody: TOKENS,
+}
+USER = {"role": "user", "content": "Hi"}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [USER], **fields}).encode()
+
+
+@pytest.mark.parametrize("body", TABLES)
+def test_a_body_has_the_table_of_its_api_and_declares_nothing_that_stands_in_it(
+    body: type[OpenShape],
+) -> None:
+    table = TABLES[body]
+    assert body.beyond is table
+    assert not set(table.harmless) & set(table.neutral)
+    assert not {*table.harmless, *table.neutral} & set(body.model_fields)
+
+
+@pytest.mark.parametrize("body", [OpenBody, RewardBody, CompleteBody, FailBody])
+def test_a_session_takes_nothing_beyond_its_fields(body: type[OpenShape]) -> None:
+    needed = {"value": 1.0, "reason": "infra"}
+    fields = {name: value for name, value in needed.items() if name in body.model_fields}
+    assert judged(body, fields)[1] == ()
+    with pytest.raises(UnknownField, match=r"^user: is not served"):
+        parse(body, {**fields, "user": "me"})
+
+
+def test_what_is_harmless_is_told_sorted_and_once() -> None:
+    marked = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [marked, marked]}, USER, {**USER, "refusal": "no"}]
+    _, ignored = judged(ChatBody, chat(messages=messages, user="me", store=False))
+    assert ignored == ("messages[].content[].cache_control", "messages[].refusal", "store", "user")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"functions": [1]}, "functions"),
+        ({"messages": [USER, {**USER, "weight": 1}]}, r"messages\[1\]\.weight"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, r"tools\[0\]\.f"),
+        ({"stream": True, "stream_options": {"x": 1}}, r"stream_options\.x"),
+        ({"modalities": ["audio"]}, r"modalities: is not served; .*allowed: \['text'\]"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: .*allowed: True"),
+        ({"use_beam_search": 0}, "use_beam_search"),  # no boolean
+        ({"x": 0}, "x"),
+        ({"x": False}, "x"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnknownField, match=f"^{named}"):
+        parse(ChatBody, chat(**fields))
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], {}])
+def test_what_asks_for_nothing_is_taken(nothing: object) -> None:
+    body, ignored = judged(ChatBody, chat(no_such_field=nothing, user=nothing))
+    assert ignored == ()
+    assert body.model_extra == {}
+
+
+def test_values_that_ask_for_what_happens_anyway_are_taken_in_silence() -> None:
+    for values in (CHAT.neutral, COMPLETIONS.neutral):
+        fields = {
+            name: allowed[0] for name, allowed in values.items() if allowed and "." not in name
+        }
+        assert fields
+        kind: type[OpenShape] = ChatBody if values is CHAT.neutral else CompletionBody
+        needed: dict[str, Any] = {"messages": [USER]} if kind is ChatBody else {"prompt": "1"}
+        assert judged(kind, json.dumps({**needed, **fields}).encode())[1] == ()
+
+
+def shapes(kind: type[BaseModel], seen: set[type[BaseModel]]) -> None:
+    """All models that the annotations of one lead to."""
+    seen.add(kind)
+    pending = [field.annotation for field in kind.model_fields.values()]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            if one not in seen:
+                shapes(one, seen)
+        else:
+            pending += list(getattr(one, "__args__", ()))
+
+
+def test_no_shape_of_a_body_drops_what_it_does_not_know() -> None:
+    seen: set[type[BaseModel]] = set()
+    for operation in OPERATIONS:
+        if operation.body is not None:
+            shapes(operation.body, seen)
+    assert len(seen) > 25
+    assert [kind for kind in seen if not issubclass(kind, OpenShape)] == []
+    assert {kind.model_config["extra"] for kind in seen} == {"allow"}
+
+
+def test_a_large_body_is_judged_in_a_moment() -> None:
+    part = {"type": "text", "text": "Hi"}
+    body = ChatBody.model_validate_json(
+        chat(messages=[{"role": "user", "content": [part, part]}] * 2700)
+    )
+    began = time.perf_counter()
+    assert CHAT.judge(body) == ()
+    assert time.perf_counter() - began < 1.0
+
+
+def test_an_error_shows_names_and_values_in_part() -> None:
+    with pytest.raises(InvalidInput) as raised:
+        parse(ChatBody, chat(**{"x" * 5000: "y" * 5000}))
+    assert len(str(raised.value)) < 300
