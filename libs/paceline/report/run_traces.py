@@ -106,8 +106,7 @@ def _of_agents(directory: Path, found: Mapping[str, Sequence[SpanRecord]]) -> li
             continue
         above = next((led[one] for one in map(span_id_of, span.links) if one in led), None)
         if above is not None and len(asked) < _SPANS:
-            ids = {"trace_id": above.trace_id, "parent_id": above.span_id}
-            asked[span.span_id] = replace(span, **ids)
+            asked[span.span_id] = replace(span, trace_id=above.trace_id, parent_id=above.span_id)
     stages = [
         replace(span, trace_id=asked[span.parent_id].trace_id)
         for span in read_spans(directory, [f'"{names.engine_stage("")}'])

@@ -108,14 +108,14 @@ def explain(directory: Path, which: str = "") -> Explanation:
         others = spread([one.trace_id for one in steps if one is not chosen])
         found = load(directory, [chosen.trace_id, *others])
         return _explained(f"step {chosen.number}", chosen.trace_id, found)
-    chosen = trace_of(directory, which)
-    found = load(directory, [chosen])
-    root, _ = tree_of(found[chosen])
+    trace = trace_of(directory, which)
+    found = load(directory, [trace])
+    root, _ = tree_of(found[trace])
     if root.name == names.STEP:
         return explain(directory, str(root.attributes[names.RL_STEP]))
     if root.name != CALLER:
         found |= load(directory, alike(directory, root))
-    return _explained(f"trace {chosen[:_ID_DIGITS]}", chosen, found)
+    return _explained(f"trace {trace[:_ID_DIGITS]}", trace, found)
 
 
 def about(piece: PathPiece) -> dict[str, Any]:

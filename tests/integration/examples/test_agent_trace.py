@@ -16,6 +16,12 @@ from paceline.local.ports import free_ports
 from paceline.telemetry import names
 
 STEPS, TASKS, SAMPLES = 2, 4, 4
+# A rank of the policy trainer is ended without a last export.
+OFTEN = {
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+    "OTEL_BLRP_SCHEDULE_DELAY": "200",
+    "OTEL_METRIC_EXPORT_INTERVAL": "500",
+}
 SERVICES = {"coordinator", "gateway", "policy_trainer", "drafter_trainer"}
 
 
@@ -25,6 +31,8 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtlpReceiver]
     tmp_path = tmp_path_factory.mktemp("traced")
     with receiving() as receiver, pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        for often, ms in OFTEN.items():
+            environment.setenv(often, ms)
         ports, log = free_ports(8), tmp_path / "up.log"
         url = f"http://127.0.0.1:{ports[2]}"
         words = [
