@@ -135,10 +135,19 @@ def plan_of(options: argparse.Namespace) -> ServingPlan:
 async def _measure(worker: BenchWorker, kind: str, plan: ServingPlan) -> EngineFound:
     vocabulary = read_config(plan.model).vocab_size
     prefill = await _prefill_rate(worker, plan, vocabulary)
-    served: dict[str, dict[int, list[Served]]] = {}
-    for name, arm in (ARMS if plan.drafter != OFF else {OFF: OFF}).items():
-        served[name] = {batch: await _decode(worker, plan, batch, arm) for batch in plan.batches}
-        rates = ", ".join(f"{batch}: {rate_of(runs):,.0f}" for batch, runs in served[name].items())
+    arms = ARMS if plan.drafter != OFF else {OFF: OFF}
+    served: dict[str, dict[int, list[Served]]] = {
+        name: {batch: [] for batch in plan.batches} for name in arms
+    }
+    # Repeats outside: what else the machine does falls on all sizes alike. The first warms up.
+    for number in range(plan.repeats + 1):
+        for name, arm in arms.items():
+            for batch in plan.batches:
+                one = await _decode(worker, plan, batch, arm)
+                if number:
+                    served[name][batch].append(one)
+    for name, found in served.items():
+        rates = ", ".join(f"{batch}: {rate_of(runs):,.0f}" for batch, runs in found.items())
         say(f"{kind} {name}, decode tokens/s by requests at once: {rates}")
     reused = {
         share: [await _reuse(worker, plan, vocabulary, share, n) for n in range(plan.repeats)]
@@ -171,15 +180,12 @@ async def _prefill_rate(worker: BenchWorker, plan: ServingPlan, vocabulary: int)
     return statistics.median(rates[1:])
 
 
-async def _decode(worker: BenchWorker, plan: ServingPlan, batch: int, arm: str) -> list[Served]:
+async def _decode(worker: BenchWorker, plan: ServingPlan, batch: int, arm: str) -> Served:
     """The demo's held-out prompts, as many as the batch has room for."""
+    await worker.forget()
     prompts = held_out_prompts(demo_folder(), batch)
-    runs = []
-    for _ in range(plan.repeats + 1):
-        await worker.forget()
-        requests = [_request(one, plan.response_tokens, i) for i, one in enumerate(prompts)]
-        runs.append(served_of(await worker.generate(requests, arm)))
-    return runs[1:]
+    requests = [_request(one, plan.response_tokens, i) for i, one in enumerate(prompts)]
+    return served_of(await worker.generate(requests, arm))
 
 
 async def _reuse(
