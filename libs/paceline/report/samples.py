@@ -30,7 +30,7 @@ _SHADES = (0.1, 0.7, 2.3, 4.6)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShownSample:
     """One branch. Its tokens: text, log-prob (nats; None in what the policy did not say), arm."""
 
     task_id: str
@@ -42,7 +42,7 @@ class Sample:
     left_out: int = 0  # tokens behind those
 
 
-async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sample]:
+async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[ShownSample]:
     """Of the trajectories that Redis holds still, newest first; of each task one. None where the
     model has no tokenizer.
     """
@@ -50,7 +50,7 @@ async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sa
     return await asyncio.to_thread(_read, entries, tokenizer)
 
 
-def _read(entries: Any, tokenizer: Path) -> list[Sample]:
+def _read(entries: Any, tokenizer: Path) -> list[ShownSample]:
     if not tokenizer.is_file():
         return []
     codec = Tokenizer.from_file(str(tokenizer))
@@ -61,7 +61,7 @@ def _read(entries: Any, tokenizer: Path) -> list[Sample]:
     return [sample_of(one, codec) for one in list(found.values())[:SHOWN]]
 
 
-def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
+def sample_of(one: Trajectory, codec: Tokenizer) -> ShownSample:
     """The trajectory in words."""
     begin = one.loss_mask.index(1) if 1 in one.loss_mask else len(one.token_ids)
     arms = [OFF] * len(one.token_ids)
@@ -70,7 +70,7 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
     ids = list(one.token_ids)
     end = min(len(ids), begin + _TOKENS)
     texts = [codec.decode(ids[:n], skip_special_tokens=False) for n in range(begin, end + 1)]
-    return Sample(
+    return ShownSample(
         one.task_id,
         one.step,
         max((span.policy_version for span in one.version_spans), default=0),
@@ -88,23 +88,23 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
     )
 
 
-def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+def write_samples(path: Path, samples: Iterable[ShownSample]) -> None:
     """A JSON object a line."""
     write_whole(path, "".join(json.dumps(to_object(one)) + "\n" for one in samples))
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path) -> list[ShownSample]:
     """What `write_samples` has written, if it has. Raises DataLoss for anything else."""
     if not path.is_file():
         return []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        return [from_object(Sample, json.loads(line)) for line in lines]
+        return [from_object(ShownSample, json.loads(line)) for line in lines]
     except ValueError as error:
         raise DataLoss(f"{path} does not hold samples", seen=str(error)) from error
 
 
-def samples_note(samples: Sequence[Sample]) -> str:
+def samples_note(samples: Sequence[ShownSample]) -> str:
     """What the colours say."""
     if not samples:
         return "prompt and response, token by token"
@@ -114,14 +114,14 @@ def samples_note(samples: Sequence[Sample]) -> str:
     )
 
 
-def samples_section(samples: Sequence[Sample]) -> str:
+def samples_section(samples: Sequence[ShownSample]) -> str:
     """Each sample to be opened, the first one open."""
     if not samples:
         return '<p class="empty">Redis holds no trajectory of the run</p>'
     return "".join(_sample(one, opened=i == 0) for i, one in enumerate(samples))
 
 
-def _sample(one: Sample, *, opened: bool) -> str:
+def _sample(one: ShownSample, *, opened: bool) -> str:
     reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
     head = f"{one.task_id} · step {one.step + 1} · p{one.policy_version} · {reward}"
     more = f" … {one.left_out} more tokens" if one.left_out else ""

@@ -13,7 +13,7 @@ import redis.asyncio
 from paceline.errors import DataLoss
 from paceline.report.samples import (
     SHOWN,
-    Sample,
+    ShownSample,
     newest_samples,
     read_samples,
     samples_section,
@@ -24,7 +24,7 @@ from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 ARM = "eagle:3_1_4"
-SAMPLE = Sample(
+SAMPLE = ShownSample(
     "t<1>",
     3,
     4,
