@@ -29,16 +29,22 @@ _SHADES = (0.1, 0.7, 2.3, 4.6)
 """Surprise in nats where the next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""
 
 
+ShownToken = tuple[str, float | None, str, bool]
+"""Text, log-prob (nats; None in what the policy did not say), arm, whether it was an accepted
+draft.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """One branch. Its tokens: text, log-prob (nats; None in what the policy did not say), arm."""
+    """One branch."""
 
     task_id: str
     step: int
     policy_version: int
     reward: float | None
     prompt: str
-    tokens: tuple[tuple[str, float | None, str], ...]
+    tokens: tuple[ShownToken, ...]
     left_out: int = 0  # tokens behind those
 
 
@@ -81,6 +87,7 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> ShownSample:
                 text.removeprefix(before),
                 round(one.behavior_logprobs[i], 3) if one.loss_mask[i] else None,
                 arms[i],
+                bool(one.accepted_drafts) and one.accepted_drafts[i] == 1,
             )
             for i, before, text in zip(range(begin, end), texts, texts[1:], strict=False)
         ),
@@ -109,8 +116,8 @@ def samples_note(samples: Sequence[ShownSample]) -> str:
     if not samples:
         return "prompt and response, token by token"
     return (
-        "the darker a token, the less likely the policy held it; underlined: from a round with "
-        "drafts; its log-prob and arm on hover"
+        "the darker a token, the less likely the policy held it; underlined: a draft that was "
+        "accepted; log-probs and arm on hover"
     )
 
 
@@ -133,25 +140,23 @@ def _sample(one: ShownSample, *, opened: bool) -> str:
     )
 
 
-def _kind(token: tuple[str, float | None, str]) -> tuple[str, str]:
-    """Tokens that look alike are one element: shade, and the arm that drafted."""
-    _, logprob, arm = token
+def _kind(token: ShownToken) -> tuple[str, str, bool]:
+    """Tokens that look alike are one element: shade, arm, whether they were accepted drafts."""
+    _, logprob, arm, accepted = token
     if logprob is None:
-        return "prompt", ""
+        return "prompt", "", False
     shade = sum(-logprob >= bound for bound in _SHADES)
-    return f"s{shade}", "" if arm == OFF else arm
+    return f"s{shade}", arm, accepted
 
 
-def _run(kind: tuple[str, str], tokens: Sequence[tuple[str, float | None, str]]) -> str:
-    shade, arm = kind
+def _run(kind: tuple[str, str, bool], tokens: Sequence[ShownToken]) -> str:
+    shade, arm, drafted = kind
     text = escape("".join(one for one, *_ in tokens))
     if shade == "prompt":
         return f'<span class="prompt">{text}</span>'
-    told = " ".join(f"{logprob:.2f}" for _, logprob, _ in tokens if logprob is not None)
-    drafted = " drafted" if arm else ""
-    return (
-        f'<span class="{shade}{drafted}" title="{escape(told)} {escape(arm or OFF)}">{text}</span>'
-    )
+    told = " ".join(f"{logprob:.2f}" for _, logprob, *_ in tokens if logprob is not None)
+    looks, title = shade + " accepted" * drafted, escape(f"{told} {arm}")
+    return f'<span class="{looks}" title="{title}">{text}</span>'
 
 
 def _decoded(fields: dict[bytes, bytes]) -> Trajectory | None:

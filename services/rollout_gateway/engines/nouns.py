@@ -119,6 +119,7 @@ class Chunk:
     time_to_first_token_s: float = 0.0
     matched_stop: str = ""
     draw_spans: tuple[DrawSpan, ...] = ()  # indices as in version_spans
+    accepted_drafts: tuple[bool, ...] = ()  # [n]
 
 
 @dataclass(frozen=True, slots=True)

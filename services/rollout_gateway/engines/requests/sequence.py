@@ -57,6 +57,7 @@ class RunningSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    accepted_drafts: list[bool] = field(default_factory=list)  # of each token, whether it was one
     # first response token of what drew it and those behind, up to the next
     origins: list[tuple[int, DrawnBy]] = field(default_factory=list)
     copied: int = 0  # prompt tokens whose cache came from another sequence
@@ -83,9 +84,16 @@ class RunningSequence:
         return self.length - 1 - self.cached
 
     def take(
-        self, tokens: list[int], logprobs: list[float], gaps: list[float], origin: DrawnBy
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        gaps: list[float],
+        origin: DrawnBy,
+        accepted: int,
     ) -> int:
-        """Append a round's tokens up to the first end condition; returns how many were taken."""
+        """Append a round's tokens up to the first end condition; returns how many were taken. The
+        first `accepted` of them were drafts.
+        """
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
         if self.copied or self.stale:
@@ -94,6 +102,7 @@ class RunningSequence:
         for token, logprob, gap in zip(tokens, logprobs, gaps, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.accepted_drafts.append(taken < accepted)
             self.smallest_gap = min(self.smallest_gap, gap)
             taken += 1
             if self._ended(token):
@@ -157,6 +166,7 @@ class RunningSequence:
                 DrawSpan(*at, one.arm, one.number_format, one.reused, one.stale)
                 for at, one in drawn
             ),
+            accepted_drafts=tuple(self.accepted_drafts[told:]),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),

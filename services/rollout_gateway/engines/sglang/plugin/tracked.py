@@ -35,6 +35,7 @@ class Drawn:
     gap: float
     origin: DrawnBy
     alternatives: Alternatives = ()
+    accepted: bool = False  # it was a draft
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +96,7 @@ class Tracked:
             assert drawn is not None
             if self.request.sampling.top_logprobs:
                 sequence.alternatives.append(drawn.alternatives)
-            sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.origin)
+            sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.origin, drawn.accepted)
             if sequence.finish is not None:
                 break
 
