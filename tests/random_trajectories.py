@@ -53,6 +53,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         "finish_reason": st.just("length"),
         "speculation": stats(),
         "branch_count": COUNTS,
+        "accepted_drafts": row(st.integers(0, 1)).map(lambda bits: bits if any(bits) else ()),
         "reward_parts": st.dictionaries(WORDS, st.floats(allow_nan=False), min_size=1),
     }
     return Trajectory(**{one.name: draw(values[one.name]) for one in fields(Trajectory)})

@@ -171,6 +171,7 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         behavior_logprobs=tuple(message.behavior_logprobs),
         version_spans=wire.spans_from(VersionSpan, message.version_spans),
         draw_spans=wire.spans_from(DrawSpan, message.draw_spans),
+        accepted_drafts=tuple(message.accepted_drafts),
         finish=_FINISH.get(message.finish_reason),
         error=message.error,
         speculation=stats_from_proto(message.speculation),

@@ -156,6 +156,7 @@ class Trajectory:
     draw_spans: tuple[DrawSpan, ...] = ()
     # what each rule of a mixture gave the session, before its weight
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    accepted_drafts: tuple[int, ...] = ()  # [T] 1 where a draft was accepted; empty: nowhere
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.behavior_logprobs))

@@ -945,3 +945,20 @@ def test_an_engine_that_cannot_serve_without_rounding_says_so_and_changes_nothin
     engine.enqueue(replace(request(1), forced_arm=arm))
     (chunks,) = drain(engine).values()
     assert arm in {way.arm for one in chunks for way in one.draw_spans}
+
+
+def test_a_token_that_was_an_accepted_draft_is_marked_and_all_of_them_are_counted(
+    case: Case,
+) -> None:
+    arm = next(arm for arm in case.build(None).info.arms if arm != "off")
+    engine = case.build(None)
+    for number in range(4):
+        engine.enqueue(request(number, arm=arm if number % 2 else "off", stream=number > 1))
+    for number, chunks in drain(engine).items():
+        marks = [mark for chunk in chunks for mark in chunk.accepted_drafts]
+        assert len(marks) == len(tokens_of(chunks))
+        stats = chunks[-1].speculation
+        # The last round may have been cut at the limit of tokens.
+        assert stats.accepted_tokens <= sum(marks) <= stats.accepted_tokens + 1
+        if number % 2 == 0 and len(chunks[-1].draw_spans) == 1:
+            assert chunks[-1].draw_spans[0].arm != "off" or not any(marks)

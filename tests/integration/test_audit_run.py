@@ -5,6 +5,7 @@ well without it.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_run_with_a_broken_cache_says_so_goes_on_without_it_and_is_exact_again
     assert "audit_gap/reused" not in last
     assert last["behavior_gap"] < 1e-4
     logs = (run / "logs" / "coordinator.log").read_text()
-    assert '"path": "reused"' in logs
+    assert re.search(r"\[error +\] inexact_path .*path=reused", logs)
     report = (run / "report.html").read_text()
     assert "Exactness audit" in report
     assert "reused" in report

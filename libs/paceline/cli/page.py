@@ -10,7 +10,7 @@ import json
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -81,8 +81,9 @@ class LivePage:
             self._due.clear()
             began = time.monotonic()
             try:
-                ledger = await collect(self._config, self._copy)
-                self.drawn = await asyncio.to_thread(self._content, ledger)
+                settings = self._files.read_config()
+                ledger = await collect(self._config, self._copy, settings)
+                self.drawn = await asyncio.to_thread(self._content, ledger, settings)
             except DataLoss:
                 pass  # it has not begun
             except PacelineError as error:  # its Redis has left, or restarts
@@ -90,10 +91,9 @@ class LivePage:
             await self._tell("content")
             await asyncio.sleep(max(_LEAST_REST_S, _REST * (time.monotonic() - began)))
 
-    def _content(self, ledger: LedgerCount) -> str:
+    def _content(self, ledger: LedgerCount, settings: Mapping[str, Any]) -> str:
         history = read_history(self._copy.directory / JOURNAL)
         spans = read_report(self._copy.spans)
-        settings = self._files.read_config()
         samples = read_samples(self._copy.directory / SAMPLES)
         summary = summarize(self._files.run_id, history, ledger, spans, {}, settings)
         return content(summary, history, spans, samples)

@@ -29,14 +29,17 @@ STEPS = "steps.jsonl"
 SAMPLES = "samples.jsonl"
 
 
-async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
+async def collect(
+    config: ServiceConfig, files: RunFiles, settings: Mapping[str, Any] | None = None
+) -> LedgerCount:
     """Copy the journal and some samples beside the run and count its trajectories, while Redis
-    still serves. Raises Unavailable.
+    still serves. `settings`: of the run; None: those in its directory. Raises Unavailable.
     """
     client = connect(resolved(config).redis.durable_url)
+    tokenizer = _tokenizer(files.read_config() if settings is None else settings)
     try:
         await copy_journal(client, config.run.id, files.directory / JOURNAL)
-        samples = await newest_samples(client, config.run.id, _tokenizer(files))
+        samples = await newest_samples(client, config.run.id, tokenizer)
         if samples:  # those of finished steps leave Redis
             write_samples(files.directory / SAMPLES, samples)
         return await Ledger(client, config.run.id).count()
@@ -59,9 +62,9 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
     return summary
 
 
-def _tokenizer(files: RunFiles) -> Path:
+def _tokenizer(settings: Mapping[str, Any]) -> Path:
     """That of the gateway."""
-    gateway = files.read_config().get("gateway", {})
+    gateway = settings.get("gateway", {})
     return Path(gateway.get("tokenizer") or gateway.get("model", "")) / "tokenizer.json"
 
 

@@ -10,7 +10,7 @@ from paceline.report.charts import duration, number
 from paceline.report.exactness import exactness_table
 from paceline.report.gate_table import gate_table
 from paceline.report.journal import RunHistory
-from paceline.report.samples import Sample, samples_note, samples_section
+from paceline.report.samples import ShownSample, samples_note, samples_section
 from paceline.report.sections import (
     chart_sections,
     counts_table,
@@ -26,7 +26,7 @@ _STYLE = Path(__file__).with_name("style.css")
 
 
 def render(
-    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[Sample] = ()
+    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
 ) -> str:
     """The page; it loads nothing from anywhere."""
     title = f"Paceline run {summary['run_id']}"
@@ -50,7 +50,7 @@ def document(title: str, head: str, body: str) -> str:
 
 
 def content(
-    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[Sample] = ()
+    summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
 ) -> str:
     """What there is to be seen of a run, as markup."""
     charts = "".join(

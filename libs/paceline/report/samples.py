@@ -29,20 +29,26 @@ _SHADES = (0.1, 0.7, 2.3, 4.6)
 """Surprise in nats where the next shade begins: about 0.9, 0.5, 0.1 and 0.01 of probability."""
 
 
+ShownToken = tuple[str, float | None, str, bool]
+"""Text, log-prob (nats; None in what the policy did not say), arm, whether it was an accepted
+draft.
+"""
+
+
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One branch. Its tokens: text, log-prob (nats; None in what the policy did not say), arm."""
+class ShownSample:
+    """One branch."""
 
     task_id: str
     step: int
     policy_version: int
     reward: float | None
     prompt: str
-    tokens: tuple[tuple[str, float | None, str], ...]
+    tokens: tuple[ShownToken, ...]
     left_out: int = 0  # tokens behind those
 
 
-async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sample]:
+async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[ShownSample]:
     """Of the trajectories that Redis holds still, newest first; of each task one. None where the
     model has no tokenizer.
     """
@@ -50,7 +56,7 @@ async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sa
     return await asyncio.to_thread(_read, entries, tokenizer)
 
 
-def _read(entries: Any, tokenizer: Path) -> list[Sample]:
+def _read(entries: Any, tokenizer: Path) -> list[ShownSample]:
     if not tokenizer.is_file():
         return []
     codec = Tokenizer.from_file(str(tokenizer))
@@ -61,7 +67,7 @@ def _read(entries: Any, tokenizer: Path) -> list[Sample]:
     return [sample_of(one, codec) for one in list(found.values())[:SHOWN]]
 
 
-def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
+def sample_of(one: Trajectory, codec: Tokenizer) -> ShownSample:
     """The trajectory in words."""
     begin = one.loss_mask.index(1) if 1 in one.loss_mask else len(one.token_ids)
     arms = [OFF] * len(one.token_ids)
@@ -70,7 +76,7 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
     ids = list(one.token_ids)
     end = min(len(ids), begin + _TOKENS)
     texts = [codec.decode(ids[:n], skip_special_tokens=False) for n in range(begin, end + 1)]
-    return Sample(
+    return ShownSample(
         one.task_id,
         one.step,
         max((span.policy_version for span in one.version_spans), default=0),
@@ -81,6 +87,7 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
                 text.removeprefix(before),
                 round(one.behavior_logprobs[i], 3) if one.loss_mask[i] else None,
                 arms[i],
+                bool(one.accepted_drafts) and one.accepted_drafts[i] == 1,
             )
             for i, before, text in zip(range(begin, end), texts, texts[1:], strict=False)
         ),
@@ -88,40 +95,40 @@ def sample_of(one: Trajectory, codec: Tokenizer) -> Sample:
     )
 
 
-def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+def write_samples(path: Path, samples: Iterable[ShownSample]) -> None:
     """A JSON object a line."""
     write_whole(path, "".join(json.dumps(to_object(one)) + "\n" for one in samples))
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path) -> list[ShownSample]:
     """What `write_samples` has written, if it has. Raises DataLoss for anything else."""
     if not path.is_file():
         return []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        return [from_object(Sample, json.loads(line)) for line in lines]
+        return [from_object(ShownSample, json.loads(line)) for line in lines]
     except ValueError as error:
         raise DataLoss(f"{path} does not hold samples", seen=str(error)) from error
 
 
-def samples_note(samples: Sequence[Sample]) -> str:
+def samples_note(samples: Sequence[ShownSample]) -> str:
     """What the colours say."""
     if not samples:
         return "prompt and response, token by token"
     return (
-        "the darker a token, the less likely the policy held it; underlined: from a round with "
-        "drafts; its log-prob and arm on hover"
+        "the darker a token, the less likely the policy held it; underlined: a draft that was "
+        "accepted; log-probs and arm on hover"
     )
 
 
-def samples_section(samples: Sequence[Sample]) -> str:
+def samples_section(samples: Sequence[ShownSample]) -> str:
     """Each sample to be opened, the first one open."""
     if not samples:
         return '<p class="empty">Redis holds no trajectory of the run</p>'
     return "".join(_sample(one, opened=i == 0) for i, one in enumerate(samples))
 
 
-def _sample(one: Sample, *, opened: bool) -> str:
+def _sample(one: ShownSample, *, opened: bool) -> str:
     reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
     head = f"{one.task_id} · step {one.step + 1} · p{one.policy_version} · {reward}"
     more = f" … {one.left_out} more tokens" if one.left_out else ""
@@ -133,25 +140,23 @@ def _sample(one: Sample, *, opened: bool) -> str:
     )
 
 
-def _kind(token: tuple[str, float | None, str]) -> tuple[str, str]:
-    """Tokens that look alike are one element: shade, and the arm that drafted."""
-    _, logprob, arm = token
+def _kind(token: ShownToken) -> tuple[str, str, bool]:
+    """Tokens that look alike are one element: shade, arm, whether they were accepted drafts."""
+    _, logprob, arm, accepted = token
     if logprob is None:
-        return "prompt", ""
+        return "prompt", "", False
     shade = sum(-logprob >= bound for bound in _SHADES)
-    return f"s{shade}", "" if arm == OFF else arm
+    return f"s{shade}", arm, accepted
 
 
-def _run(kind: tuple[str, str], tokens: Sequence[tuple[str, float | None, str]]) -> str:
-    shade, arm = kind
+def _run(kind: tuple[str, str, bool], tokens: Sequence[ShownToken]) -> str:
+    shade, arm, drafted = kind
     text = escape("".join(one for one, *_ in tokens))
     if shade == "prompt":
         return f'<span class="prompt">{text}</span>'
-    told = " ".join(f"{logprob:.2f}" for _, logprob, _ in tokens if logprob is not None)
-    drafted = " drafted" if arm else ""
-    return (
-        f'<span class="{shade}{drafted}" title="{escape(told)} {escape(arm or OFF)}">{text}</span>'
-    )
+    told = " ".join(f"{logprob:.2f}" for _, logprob, *_ in tokens if logprob is not None)
+    looks, title = shade + " accepted" * drafted, escape(f"{told} {arm}")
+    return f'<span class="{looks}" title="{title}">{text}</span>'
 
 
 def _decoded(fields: dict[bytes, bytes]) -> Trajectory | None:

@@ -182,7 +182,12 @@ TRAJECTORIES = EntryLayout(
     ),
     payload=(
         PayloadTensor("token_ids", "I32", ("T",), "tokens of prompt and response together"),
-        PayloadTensor("loss_mask", "U8", ("T",), "1 where the policy generated the token"),
+        PayloadTensor(
+            "loss_mask",
+            "U8",
+            ("T",),
+            "1 where the policy generated the token, and 2 more where it was an accepted draft",
+        ),
         PayloadTensor(
             "behavior_logprobs", "F32", ("T",), "log-prob of the draw; 0 where the mask is 0"
         ),

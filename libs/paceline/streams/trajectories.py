@@ -23,7 +23,9 @@ from paceline.tensors import (
 )
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
-_SPANS, _DRAWN = "version_spans", "draw_spans"
+_SPANS, _DRAWN, _MASK = "version_spans", "draw_spans", "loss_mask"
+_ACCEPTED = 2
+"""Added to the mask of a token that was an accepted draft."""
 
 
 def encode_trajectory(
@@ -39,6 +41,8 @@ def encode_trajectory(
         (one.start, one.end, ways.index(way))
         for one, way in zip(trajectory.draw_spans, drawn_by, strict=True)
     ]
+    if accepted := trajectory.accepted_drafts:
+        rows[_MASK] = np.asarray(rows[_MASK]) + np.multiply(accepted, _ACCEPTED)
     rows[_DRAWN] = np.reshape(drawn, (len(drawn), 3))
     payload = encode_safetensors(
         [
@@ -89,6 +93,10 @@ def _arrays(
         for one in TRAJECTORIES.payload
     }
     arrays[_SPANS] = tuple(VersionSpan(*span) for span in arrays[_SPANS])
+    masks = arrays[_MASK]
+    accepted = tuple(one // _ACCEPTED for one in masks)
+    arrays["accepted_drafts"] = accepted if any(accepted) else ()
+    arrays[_MASK] = tuple(one % _ACCEPTED for one in masks)
     named = dict(enumerate(ways))  # a number below 0 names none
     arrays[_DRAWN] = tuple(DrawSpan(start, end, *named[way]) for start, end, way in arrays[_DRAWN])
     return arrays

@@ -231,7 +231,7 @@ class WorkerReady(_message.Message):
     def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., arms: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lm_head_hash: _Optional[str] = ..., row_width: _Optional[int] = ..., row_layers: _Optional[str] = ..., row_convention: _Optional[str] = ..., device_tflops: _Optional[float] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
-    __slots__ = ("request_id", "token_ids", "behavior_logprobs", "version_spans", "finish_reason", "error", "speculation", "cached_prompt_tokens", "smallest_gap", "top_logprobs", "time_to_first_token_s", "matched_stop", "draw_spans", "stages", "prompt_scores")
+    __slots__ = ("request_id", "token_ids", "behavior_logprobs", "version_spans", "finish_reason", "error", "speculation", "cached_prompt_tokens", "smallest_gap", "top_logprobs", "time_to_first_token_s", "matched_stop", "draw_spans", "stages", "prompt_scores", "accepted_drafts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class TokenChunk(_message.Message):
     DRAW_SPANS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     behavior_logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -262,7 +263,8 @@ class TokenChunk(_message.Message):
     draw_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.DrawSpan]
     stages: _containers.RepeatedCompositeFieldContainer[StageTime]
     prompt_scores: _containers.RepeatedCompositeFieldContainer[PromptScore]
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_trajectory_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., cached_prompt_tokens: _Optional[int] = ..., smallest_gap: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., time_to_first_token_s: _Optional[float] = ..., matched_stop: _Optional[str] = ..., draw_spans: _Optional[_Iterable[_Union[_trajectory_pb2.DrawSpan, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., prompt_scores: _Optional[_Iterable[_Union[PromptScore, _Mapping]]] = ...) -> None: ...
+    accepted_drafts: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_trajectory_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., cached_prompt_tokens: _Optional[int] = ..., smallest_gap: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., time_to_first_token_s: _Optional[float] = ..., matched_stop: _Optional[str] = ..., draw_spans: _Optional[_Iterable[_Union[_trajectory_pb2.DrawSpan, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[StageTime, _Mapping]]] = ..., prompt_scores: _Optional[_Iterable[_Union[PromptScore, _Mapping]]] = ..., accepted_drafts: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("stage", "arm", "policy_version", "start_ns", "end_ns", "busy_s", "rounds", "tokens")

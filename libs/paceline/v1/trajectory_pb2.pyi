@@ -176,7 +176,7 @@ class BranchKey(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count", "reward_parts", "draw_spans")
+    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count", "reward_parts", "draw_spans", "accepted_drafts")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class Trajectory(_message.Message):
     BRANCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
     DRAW_SPANS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     key: BranchKey
     step: int
     task_id: str
@@ -222,4 +223,5 @@ class Trajectory(_message.Message):
     branch_count: int
     reward_parts: _containers.ScalarMap[str, float]
     draw_spans: _containers.RepeatedCompositeFieldContainer[DrawSpan]
-    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., draw_spans: _Optional[_Iterable[_Union[DrawSpan, _Mapping]]] = ...) -> None: ...
+    accepted_drafts: bytes
+    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., draw_spans: _Optional[_Iterable[_Union[DrawSpan, _Mapping]]] = ..., accepted_drafts: _Optional[bytes] = ...) -> None: ...

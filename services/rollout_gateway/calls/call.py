@@ -250,6 +250,7 @@ class Call:
             behavior_logprobs=tuple(chunk.behavior_logprobs),
             version_spans=wire.spans_from(VersionSpan, chunk.version_spans, len(plan.prompt)),
             draw_spans=wire.spans_from(DrawSpan, chunk.draw_spans, len(plan.prompt)),
+            accepted_drafts=tuple(chunk.accepted_drafts) if any(chunk.accepted_drafts) else (),
             finish=FINISH_NAMES[chunk.finish_reason],
             seed=generation.request.sampling.seed,
             temperature=generation.request.sampling.temperature,

@@ -147,6 +147,7 @@ class Chunk:
     stages: tuple[StageTime, ...] = ()  # on the last chunk
     # of every prompt token but the first, on the first chunk of a request that asks for it
     prompt_scores: tuple[PromptScore, ...] = ()
+    accepted_drafts: tuple[bool, ...] = ()  # [n]
 
 
 @dataclass(frozen=True, slots=True)

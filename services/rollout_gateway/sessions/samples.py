@@ -110,12 +110,15 @@ def _trajectory(
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
+    accepted: list[int] = []
     for turn in line.path:
         bit = int(turn in line.trained)
         ids += [*turn.prompt_ids, *turn.response_ids]
         mask += [0] * len(turn.prompt_ids) + [bit] * len(turn.response_ids)
         logprobs += [0.0] * len(turn.prompt_ids)
         logprobs += turn.behavior_logprobs if bit else [0.0] * len(turn.response_ids)
+        told = turn.accepted_drafts if bit else ()
+        accepted += [0] * len(turn.prompt_ids) + [*map(int, told or [0] * len(turn.response_ids))]
 
     last = line.path[-1]
     return Trajectory(
@@ -137,6 +140,7 @@ def _trajectory(
         finish_reason=last.finish,
         speculation=sum((turn.speculation for turn in line.trained), SpeculationStats()),
         branch_count=max(scored, 1),
+        accepted_drafts=tuple(accepted) if any(accepted) else (),
     )
 
 

@@ -35,6 +35,7 @@ class Turn:
     smallest_gap: float = math.inf  # between the two best draws of any of its tokens
     message: Message | None = None  # as the agent got it, in a conversation
     digest: bytes = b""  # of the conversation that ends with the message
+    accepted_drafts: tuple[bool, ...] = ()  # [R]; empty: nowhere
     reward: float | None = None
     children: list[Turn] = field(default_factory=list)
 

@@ -13,7 +13,7 @@ import redis.asyncio
 from paceline.errors import DataLoss
 from paceline.report.samples import (
     SHOWN,
-    Sample,
+    ShownSample,
     newest_samples,
     read_samples,
     samples_section,
@@ -24,21 +24,28 @@ from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 ARM = "eagle:3_1_4"
-SAMPLE = Sample(
+SAMPLE = ShownSample(
     "t<1>",
     3,
     4,
     0.5,
     "2+2=",
-    (("<b>", -0.01, "off"), ("4", -3.0, ARM), ("4", -2.5, ARM), ("tool", None, "off")),
+    (
+        ("<b>", -0.01, "off", False),
+        ("4", -3.0, ARM, True),
+        ("4", -2.5, ARM, True),
+        ("8", -2.5, ARM, False),
+        ("tool", None, "off", False),
+    ),
     left_out=7,
 )
 
 
-def test_tokens_are_shaded_by_log_prob_and_those_of_drafted_rounds_underlined() -> None:
+def test_tokens_are_shaded_by_log_prob_and_accepted_drafts_underlined() -> None:
     shown = samples_section([SAMPLE])
     assert '<span class="s0" title="-0.01 off">&lt;b&gt;</span>' in shown
-    assert f'<span class="s3 drafted" title="-3.00 -2.50 {ARM}">44</span>' in shown
+    assert f'<span class="s3 accepted" title="-3.00 -2.50 {ARM}">44</span>' in shown
+    assert f'<span class="s3" title="-2.50 {ARM}">8</span>' in shown
     assert '<span class="prompt">tool</span>' in shown
     assert "t&lt;1&gt; · step 4 · p4 · reward 0.5" in shown
     assert "7 more tokens" in shown
@@ -78,17 +85,18 @@ async def test_the_newest_of_each_task_are_read_and_what_does_not_decode_is_left
             number,
             1.0,
             draw_spans=(DrawSpan(2, 4, "off", "float32"), DrawSpan(4, 6, ARM, "float32")),
+            accepted_drafts=(0, 0, 0, 0, 1, 0),
         )
         header, payload = encode_trajectory(one)
         await stream.append(header, payload if number != 2 * SHOWN + 3 else payload[:-3])
     found = await newest_samples(redis_client, run_id, TOKENIZER)
     assert [one.task_id for one in found] == [f"task-{n}" for n in range(SHOWN + 1, 1, -1)]
     assert found[0].step == 2 * SHOWN + 2  # the newest does not decode
-    assert [(logprob, arm) for _, logprob, arm in found[0].tokens] == [
-        (-0.5, "off"),
-        (-1.0, "off"),
-        (-0.25, ARM),
-        (-2.0, ARM),
+    assert [tuple(told) for _, *told in found[0].tokens] == [
+        (-0.5, "off", False),
+        (-1.0, "off", False),
+        (-0.25, ARM, True),
+        (-2.0, ARM, False),
     ]
     assert found[0].policy_version == 3
     assert await newest_samples(redis_client, run_id, TOKENIZER.with_name("none.json")) == []

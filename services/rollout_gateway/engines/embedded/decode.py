@@ -196,7 +196,7 @@ class Decoder:
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             sequence, end = one.rows[row], accepted + 1
-            count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], origins[row])
+            count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], origins[row], accepted)
             sequence.count(drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
                 path = one.logits[_along(one, verdict)[row, :count]]

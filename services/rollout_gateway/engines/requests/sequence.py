@@ -71,6 +71,7 @@ class RunningSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    accepted_drafts: list[bool] = field(default_factory=list)  # of each token, whether it was one
     # first response token of what drew it and those behind, up to the next
     origins: list[tuple[int, DrawnBy]] = field(default_factory=list)
     copied: int = 0  # prompt tokens whose cache came from another sequence
@@ -104,12 +105,13 @@ class RunningSequence:
         logprobs: list[float],
         gaps: list[float],
         origin: DrawnBy,
+        accepted: int,
         *,
         begins: bool = True,
     ) -> int:
         """Append a round's tokens up to the first end condition; returns how many were taken.
 
-        begins: they are the first ones of their round.
+        The first `accepted` of them were drafts. begins: they are the first ones of their round.
         """
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
@@ -119,6 +121,7 @@ class RunningSequence:
         for token, logprob, gap in zip(tokens, logprobs, gaps, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.accepted_drafts.append(taken < accepted)
             self.smallest_gap = min(self.smallest_gap, gap)
             taken += 1
             if self._ended(token):
@@ -187,6 +190,7 @@ class RunningSequence:
                 DrawSpan(*at, one.arm, one.number_format, one.reused, one.stale)
                 for at, one in drawn
             ),
+            accepted_drafts=tuple(self.accepted_drafts[told:]),
             finish=self.finish,
             error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),

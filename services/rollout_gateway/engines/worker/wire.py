@@ -163,6 +163,7 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         behavior_logprobs=chunk.behavior_logprobs,
         version_spans=[to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
         draw_spans=[to_message(span, tpb.DrawSpan) for span in chunk.draw_spans],
+        accepted_drafts=chunk.accepted_drafts,
         top_logprobs=[_alternatives_to(row) for row in chunk.top_logprobs],
         prompt_scores=[
             pb.PromptScore(

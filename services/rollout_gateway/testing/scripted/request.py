@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.arm_names import OFF
 from rollout_gateway.engines.nouns import Finish, Request
 from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 from rollout_gateway.testing.scripted.replies import ScriptedAnswer
@@ -42,7 +43,8 @@ class ScriptedRun:
         logprobs = [
             math.nan if nan or one == self.nan_token else scripted_logprob(one) for one in tokens
         ]
-        taken = sequence.take(tokens, logprobs, [1.0] * count, origin)
+        drafted = origin.arm != OFF
+        taken = sequence.take(tokens, logprobs, [1.0] * count, origin, count - 1 if drafted else 0)
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]
         if sequence.finish is None and not endless and len(sequence.tokens) == len(script):

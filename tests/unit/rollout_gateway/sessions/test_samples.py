@@ -170,6 +170,21 @@ def test_with_a_discount_a_turn_of_two_branches_is_one_sample_with_the_return_of
     assert [sample.branch_count for sample in samples] == [3, 3, 3]
 
 
+def test_accepted_drafts_of_trained_turns_are_marked_at_their_tokens() -> None:
+    where = session(about=Assignment("run", turn_discount=0.5))
+    root = said(where, None, [1], [2, 3, 4])
+    child = said(where, root, [5, 6], [7, 8])
+    root.accepted_drafts = (True, True, False)
+    child.accepted_drafts = (True, False)
+    where.score(Grant(1.0))
+    assert [sample.accepted_drafts for sample in where.trajectories()] == [
+        (0, 1, 1, 0),
+        (0, 0, 0, 0, 0, 0, 1, 0),  # what the first turn said belongs to the first sample
+    ]
+    root.accepted_drafts = child.accepted_drafts = ()
+    assert {sample.accepted_drafts for sample in where.trajectories()} == {()}
+
+
 def test_samples_say_what_they_answer() -> None:
     about = Assignment(
         "run", step=3, task_id="t", group_id="g", group_size=4, task_index=5, sample_index=2

@@ -108,7 +108,10 @@ class PendingDraws:
                 continue
             told = self.alternatives.get(row, [()] * length)
             for index in range(length):
-                drawn = Drawn(tokens[index], logprobs[index], gaps[index], self.origin, told[index])
+                drawn = Drawn(
+                    *(tokens[index], logprobs[index], gaps[index], self.origin, told[index]),
+                    accepted=index < length - 1,
+                )
                 tracked.record(first + index, drawn)
 
 

@@ -35,6 +35,7 @@ class Drawn:
     gap: float
     origin: DrawnBy
     alternatives: Alternatives = ()
+    accepted: bool = False  # it was a draft
 
 
 @dataclass(eq=False, slots=True)
@@ -96,9 +97,8 @@ class Tracked:
             assert drawn is not None
             if self.request.sampling.top_logprobs:
                 sequence.alternatives.append(drawn.alternatives)
-            sequence.take(
-                [drawn.token], [drawn.logprob], [drawn.gap], drawn.origin, begins=index == first
-            )
+            values = ([drawn.token], [drawn.logprob], [drawn.gap])
+            sequence.take(*values, drawn.origin, drawn.accepted, begins=index == first)
             if sequence.finish is not None:
                 break
 
