@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from hub_server import SHA, Hub, hub_of
+from huggingface_hub import constants
 
 from benchmarks.demo_runs import demo_folder
 from paceline.config.tables import read_tables
-from paceline.local.hub import is_hub_id, shown_size
+from paceline.errors import ConfigError
+from paceline.local.hub import is_hub_id, model_directory, shown_size
 from paceline.local.ports import free_port
 
 POLICY = demo_folder() / "policy_start"
@@ -60,27 +62,25 @@ def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_pat
     assert again.returncode == 0, again.stderr
     assert "downloading" not in again.stderr
     hub.asked.clear()
-    served = paceline(
-        *("serve", "gateway", "--model", "acme/tiny", "--print-config"), url=hub.url, home=tmp_path
-    )
+    words = ("serve", "gateway", "--config", "mine.toml", "--print-config")
+    served = paceline(*words, url=hub.url, home=tmp_path)
     assert str(found) in served.stdout, served.stderr
     assert not any("model.safetensors" in path for path in hub.asked)
-    words = ("serve", "gateway", "--config", "mine.toml", "--print-config")
-    named = paceline(*words, url=hub.url, home=tmp_path)
-    assert str(found) in named.stdout, named.stderr
 
 
 def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: Path) -> None:
-    words = ("serve", "gateway", "--model", "acme/tiny", "--print-config")
-    assert paceline(*words, url=hub.url, home=tmp_path).returncode == 0
-    done = paceline(*words, url=nobody(), home=tmp_path)
+    done = paceline("init", "acme/tiny", "--out", "a.toml", url=hub.url, home=tmp_path)
     assert done.returncode == 0, done.stderr
+    done = paceline("init", "acme/tiny", "--out", "b.toml", url=nobody(), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = tmp_path / f"hub/models--acme--tiny/snapshots/{SHA}"
     assert "the Hub cannot be reached" in done.stderr
-    assert f"snapshots/{SHA}" in done.stdout
-    (tmp_path / f"hub/models--acme--tiny/snapshots/{SHA}/model.safetensors").unlink()
-    done = paceline(*words, url=nobody(), home=tmp_path)
+    assert f"acme/tiny was downloaded before, to {found}" in done.stderr
+    (found / "model.safetensors").unlink()
+    done = paceline("init", "acme/tiny", "--out", "c.toml", url=nobody(), home=tmp_path)
     assert done.returncode == 2
     assert "was not downloaded before, or only in part; seen: acme/tiny" in done.stderr
+    assert not (tmp_path / "c.toml").exists()
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,12 @@ def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: P
         ("acme/pickled", "no checkpoint that can be served; seen: acme/pickled without model.saf"),
     ],
 )
-def test_what_the_hub_does_not_give_is_one_line(
-    hub: Hub, model: str, says: str, tmp_path: Path
+def test_what_the_hub_does_not_give_is_refused_by_name(
+    hub: Hub, model: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = paceline("init", model, url=hub.url, home=tmp_path)
-    assert done.returncode == 2
-    assert says in " ".join(done.stderr.split()), done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "paceline.toml").exists()
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    with pytest.raises(ConfigError, match=says):
+        model_directory(model, print)
 
 
 def test_a_hub_that_is_away_and_a_model_never_seen_are_one_line(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_complete_configuration_of_the_agents_page_trains_what_its_agents_ea
         play("docs/agents.md", one, patient(400))
     summary = json.loads((folder / "runs/agents/summary.json").read_text())
     assert (summary["phase"], summary["steps"]) == ("finished", 3)
-    assert summary["trajectories_trained"] == 3 * 4 * 4
+    assert summary["trajectories_trained"] == 3 * 2 * 4
 
 
 @pytest.mark.slow

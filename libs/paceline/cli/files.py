@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -25,7 +25,9 @@ from paceline.cli.command import (
 from paceline.errors import InvalidInput, NotFound, PacelineError
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
-from paceline.tasks import Columns
+
+if TYPE_CHECKING:
+    from paceline.tasks import Columns
 
 Run = Annotated[str, typer.Argument(help="the run, by directory or by its id below runs/")]
 
@@ -170,6 +172,8 @@ def evaluate(
 
 def _columns(given: list[str], system: str) -> Columns:
     """Raises InvalidInput for a part that a task does not have."""
+    from paceline.tasks import Columns
+
     parts = dict(one.partition("=")[::2] for one in given)
     known = ("prompt", "answer", "task_id", "system")
     for part, column in parts.items():
