@@ -8,13 +8,13 @@ from dataclasses import fields
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.nouns import SETTINGS, Capability
-from rollout_gateway.engines.requests.json_schema import check_json_schema
+from rollout_gateway.engines.requests.structures import FIELDS, beyond_json, structure_of
 from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
 
 CHECKED_FIELDS = (
     *(field.name for field in fields(Sampling)),
     "prompt",
-    "response_format",
+    *FIELDS.values(),
     "messages",
     "tool_choice",
 )
@@ -28,8 +28,7 @@ def check_request(
     check_prompt(tuple(prompt), ready.vocab_size, ready.max_sequence_tokens)
     check_sampling(sampling, ready.vocab_size)
     _check_capabilities(ready, sampling)
-    if sampling.json_schema:
-        check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
+    structure_of(sampling)
     check_arm(ready, forced_arm)
 
 
@@ -43,6 +42,7 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
     asked = {
         Capability.PENALTIES: "a penalty or logit_bias" if sampling.adjusted else "",
         Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
+        Capability.GRAMMARS: "structured_outputs or a strict tool" if beyond_json(sampling) else "",
     }
     for capability, seen in asked.items():
         if seen and capability not in ready.capabilities:

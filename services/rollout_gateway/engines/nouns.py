@@ -18,6 +18,7 @@ class Capability(StrEnum):
     DRAFTER_UPDATE = "drafter_update"
     PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
+    GRAMMARS = "grammars"  # those that follow a regex, a choice, a grammar; calls of tools that do
     RELEASE_MEMORY = "release_memory"
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
 
@@ -30,8 +31,10 @@ SETTINGS = {
     Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter "
     "checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
-    Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json "
-    "and an eos_token_id",
+    Capability.JSON_SCHEMA: "engine.kind=embedded or engine.kind=sglang, and a model directory "
+    "with a tokenizer.json and an eos_token_id",
+    Capability.GRAMMARS: "engine.kind=embedded or engine.kind=sglang, and a model directory "
+    "with a tokenizer.json and an eos_token_id",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
     "gateway.trajectories=true",
 }

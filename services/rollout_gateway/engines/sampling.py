@@ -27,8 +27,8 @@ class Sampling:
     """The names are those of proto SamplingParams; a default switches off.
 
     Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
-    penalties, bias, top_p, top_k and min_p do. With a json_schema they are of the logits that its
-    mask leaves.
+    penalties, bias, top_p, top_k and min_p do. With a json_schema, a regex, a choice or a grammar
+    they are of the logits that its mask leaves.
     """
 
     seed: int  # UNSEEDED: drawn when the request goes to an engine
@@ -47,6 +47,16 @@ class Sampling:
     # (token id, what is added), token ids ascending and distinct
     logit_bias: tuple[tuple[int, float], ...] = ()
     json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
+    regex: str = ""  # the whole response matches it
+    choice: tuple[str, ...] = ()  # the response is one of these
+    grammar: str = ""  # of the response: Lark or GBNF
+    tool_grammar: str = ""  # Lark, made from the tools offered: calls follow it
+
+    @property
+    def structured(self) -> bool:
+        """Whether a grammar says which tokens may follow."""
+        text = self.json_schema or self.regex or self.grammar or self.tool_grammar
+        return bool(text or self.choice)
 
     @property
     def penalised(self) -> bool:

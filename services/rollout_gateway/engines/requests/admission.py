@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.nouns import Capability, Request, missing
+from rollout_gateway.engines.requests.structures import beyond_json
 from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
 from rollout_gateway.engines.sampling import check_prompt, check_sampling
 
@@ -20,6 +21,7 @@ def check_capabilities(engine: str, capabilities: Collection[Capability], reques
         Capability.CAPTURE: request.capture,
         Capability.PENALTIES: request.sampling.adjusted,
         Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
+        Capability.GRAMMARS: beyond_json(request.sampling),
     }
     for capability, wanted in asked.items():
         if wanted and capability not in capabilities:

@@ -102,6 +102,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "repetition_penalty": lambda factor: factor or 1.0,
     "stop": tuple,
     "stop_token_ids": tuple,
+    "choice": tuple,
     "logit_bias": lambda bias: tuple(sorted(bias.items())),
 }
 """Parameters whose wire form is another: repeated fields, and 0 for what was left out."""
