@@ -16,9 +16,10 @@ from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.prompts import ChatPrompts, Known
+from rollout_gateway.chat.prompts import ChatPrompts, Held, Known
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engines.nouns import Capability
 from rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.assignment import Assignment
@@ -74,8 +75,9 @@ class Planner:
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
         longest = self._longest
+        held = Held(self._holds_calls(given), asked.sampling(1).json_schema)
         prompt = await self._aside.run(
-            asked.size, lambda: self._prompts.prompt(request, known, longest)
+            asked.size, lambda: self._prompts.prompt(request, known, longest, held)
         )
         plan = Plan(
             prompt.ids,
@@ -83,8 +85,23 @@ class Planner:
             digest=digests[-1],
             parser=prompt.parser,
         )
-        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, [plan]))
+        plans = await self._aside.run(
+            asked.size, lambda: self._drawn(asked, [plan], prompt.grammar)
+        )
         return self._within(session, plans, implicit=given is None)
+
+    def _holds_calls(self, session: Session | None) -> bool:
+        """Whether calls of tools follow a grammar where one is asked for, in a session or without
+        one. Tokens that may be trained are the policy's own choice.
+        """
+        where = self._config.chat.tool_grammars
+        if where == "never" or Capability.GRAMMARS not in self._ready().capabilities:
+            return False
+        if session is not None:
+            trained = session.assignment.trainable
+        else:
+            trained = bool(self._config.trajectories) and self._config.sessions.implicit
+        return where == "always" or not trained
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
         """Continuations of each prompt, text or token ids."""
@@ -117,13 +134,18 @@ class Planner:
         extended = tree.extended_by_tokens(ids) if tree is not None else None
         return Plan(ids, parent=extended[0] if extended is not None else None)
 
-    def _drawn(self, asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
-        """Every plan once a choice. Each has a name of its own, so that it can be rewarded."""
+    def _drawn(self, asked: Asked, plans: Sequence[Plan], tool_grammar: str = "") -> list[Plan]:
+        """Every plan once a choice. Each has a name of its own, so that it can be rewarded.
+
+        tool_grammar: what its calls follow, and what it is in place of a JSON schema.
+        """
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
         for plan in plans:
             room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
             sampling = wire.sampling_from(asked.sampling(room))
+            if tool_grammar:
+                sampling = replace(sampling, json_schema="", tool_grammar=tool_grammar)
             check_request(ready, plan.prompt, sampling, asked.forced_arm)
             unseeded = sampling.seed == UNSEEDED
             for index in range(asked.count):

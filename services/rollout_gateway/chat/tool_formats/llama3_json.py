@@ -4,9 +4,19 @@ semicolons between.
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat, call_beginning
+from rollout_gateway.chat.tool_formats.base import (
+    Calls,
+    Frame,
+    Offered,
+    Piece,
+    SpelledCall,
+    ToolFormat,
+    call_beginning,
+    call_pieces,
+)
 from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object
+from rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _TAG = "<|python_tag|>"
 
@@ -23,6 +33,7 @@ class Llama3Json(ToolFormat):
     markers = (_TAG,)
     at_start = ("{",)
     after_calls = (";", "{")
+    frame = Frame(between="; ")
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         for before in (";", _TAG):
@@ -30,6 +41,17 @@ class Llama3Json(ToolFormat):
                 text.take(len(before))
                 yield from text.blanks()
         return [(yield from call_object(text, ("parameters", "arguments"), required=True))]
+
+    def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
+        return call_pieces(tool, rules, "parameters")
+
+    def woven(self, rules: Rules, calls: Calls) -> Lark:
+        """A response that begins with a brace is calls; behind the tag are calls as well."""
+        free = rules.free_text(self.markers)
+        tagged = rules.sequence([rules.up_to(_TAG, free), calls(rules, "")])
+        said = rules.regex(r"[ \t\r\n]*[^{ \t\r\n](?s:.*)")
+        called = rules.sequence([rules.space(), calls(rules, "")])
+        return rules.either([called, tagged, said, rules.space()])
 
     def beginning(self, name: str = "") -> str:
         return call_beginning(name, "parameters")

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.nouns import Capability, Request, missing
-from rollout_gateway.engines.requests.structures import beyond_json
 from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
+from rollout_gateway.engines.requests.structures import beyond_json
 from rollout_gateway.engines.sampling import check_prompt, check_sampling
 
 

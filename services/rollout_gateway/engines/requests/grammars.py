@@ -242,7 +242,8 @@ class GrammarMasks:
         """
         for child in children.get(node, ()):
             token = tokens[child]
-            if not _holds(masks[node], token) or token in self._eos:  # nothing is drawn after an end
+            # nothing is drawn after an end
+            if not _holds(masks[node], token) or token in self._eos:
                 continue
             if not matcher.consume_token(token):
                 raise GrammarFault(matcher.get_error())

@@ -6,9 +6,9 @@ Owns which fields exist, their types and ranges; unknown fields are ignored.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from rollout_gateway.api.http.bodies import FieldError
@@ -22,6 +22,7 @@ from rollout_gateway.api.http.shapes import (
     Limit,
     NullIs,
     Off,
+    On,
     SampledBody,
     Several,
     Stop,
@@ -30,9 +31,11 @@ from rollout_gateway.api.http.shapes import (
     TopLogprobs,
     joined_text,
     stop_list,
+    strict_names,
     within,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
+from rollout_gateway.engines.requests.structures import MAX_CHOICES as MAX_STRUCTURED_CHOICES
 from rollout_gateway.engines.sampling import BIAS, MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
@@ -71,6 +74,63 @@ class StreamOptions(StrictShape):
     include_usage: Off = False
 
 
+class SchemaBody(BaseModel):
+    """A schema with a name, as response_format carries it."""
+
+    json_schema: JsonObject | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer has to have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: SchemaBody | None = None
+
+    def schema_text(self) -> str:
+        """The schema as JSON text; "{}" is any object, "" no demand."""
+        if self.type == "text":
+            return ""
+        named = (
+            self.json_schema.json_schema
+            if self.type == "json_schema" and self.json_schema
+            else None
+        )
+        return json.dumps(named or {})
+
+
+class StructuredOutputs(StrictShape):
+    """What the answer has to be, as vLLM spells it: one of these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_demand: JsonObject | str | None = Field(None, alias="json")  # a schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_STRUCTURED_CHOICES)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """As Sampling spells them. Raises FieldError unless exactly one is given."""
+        schema = self.json_demand
+        asked = {
+            "json_schema": schema if isinstance(schema, str | None) else json.dumps(schema),
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+        if self.json_object:
+            asked["json_schema"] = "{}" if schema is None else ""
+        given = {name: value for name, value in asked.items() if value is not None}
+        if len(given) != 1 or not all(given.values()):
+            raise FieldError(
+                "structured_outputs",
+                "holds one demand that is not empty",
+                seen=", ".join(given) or "none",
+                allowed="json, regex, choice, grammar or json_object",
+            )
+        return given
+
+
 class GenerationBody(SampledBody):
     """What both kinds of completion understand."""
 
@@ -85,6 +145,8 @@ class GenerationBody(SampledBody):
     logit_bias: Annotated[dict[BiasedToken, Bias], BeforeValidator(_few)] | None = None
     stop: Stop | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool = False  # extension: go on after an end token
     return_token_ids: bool = False  # extension: token_ids in each choice
 
@@ -93,6 +155,19 @@ class GenerationBody(SampledBody):
 
     def stops(self) -> list[str]:
         return stop_list(self.stop)
+
+    def json_schema(self) -> str:
+        return "" if self.response_format is None else self.response_format.schema_text()
+
+    def structure(self) -> dict[str, Any]:
+        demand = self.structured_outputs
+        if demand is None:
+            return {}
+        if self.json_schema():
+            raise FieldError(
+                "structured_outputs", "goes with no response_format", seen="both", allowed="one"
+            )
+        return demand.parameters()
 
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
@@ -196,30 +271,6 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-class SchemaBody(BaseModel):
-    """A schema with a name, as response_format carries it."""
-
-    json_schema: JsonObject | None = Field(None, alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """What form the answer has to have."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: SchemaBody | None = None
-
-    def schema_text(self) -> str:
-        """The schema as JSON text; "{}" is any object, "" no demand."""
-        if self.type == "text":
-            return ""
-        named = (
-            self.json_schema.json_schema
-            if self.type == "json_schema" and self.json_schema
-            else None
-        )
-        return json.dumps(named or {})
-
-
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -229,16 +280,13 @@ class ChatBody(GenerationBody):
     top_logprobs: TopLogprobs | None = None
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: On = True
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    def json_schema(self) -> str:
-        return "" if self.response_format is None else self.response_format.schema_text()
 
     def request(self) -> ChatRequest:
         """As the gateway knows it."""
@@ -251,4 +299,6 @@ class ChatBody(GenerationBody):
             tuple(message.message() for message in self.messages),
             tuple(tool.function.shown() for tool in self.tools or ()),
             asked,
+            strict_tools=strict_names(tool.function for tool in self.tools or ()),
+            one_call=not self.parallel_tool_calls,
         )
