@@ -92,6 +92,11 @@ class GrowingText:
             raise Deviation
         self.take(len(word))
 
+    def expect_end(self) -> Reading[None]:
+        """Raises Deviation when anything comes."""
+        if (yield from self.peek()):
+            raise Deviation
+
     def until(self, word: str) -> Reading[str]:
         """Takes text up to `word` and the word; returns what stands before it.
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidInput
+from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+from rollout_gateway.chat.tool_formats.json_text import json_value
 from rollout_gateway.chat.tool_formats.lark import ANY_TEXT, Lark, Rules
 
 _KINDS: dict[type, str] = {
@@ -24,6 +26,7 @@ _KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
+_FIRSTS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """How templates in Jinja spell what is no string, and models after them."""
 _UNIONS = ("anyOf", "oneOf")
@@ -83,8 +86,7 @@ class Parameters:
             written = text.strip()
             written = _PYTHON.get(written, written)
             kind = _kind_of(written)
-            fits = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
-            if kind and kind != "string" and fits:
+            if kind not in ("", "string") and _fits(kind, kinds):
                 return written
         return json.dumps(text, ensure_ascii=False)
 
@@ -197,15 +199,33 @@ class Parameters:
 
 
 def _kind_of(text: str) -> str:
-    """Type of a JSON text; empty for no JSON."""
+    """Type of a JSON text; empty for no JSON. Read as calls in JSON are: no deeper, no more
+    lenient.
+    """
+    growing = GrowingText()
+    growing.push(text)
+    growing.ended = True
     try:
-        return _KINDS[type(json.loads(text, parse_constant=_refuse))]
-    except (ValueError, RecursionError):
+        _read(json_value(growing))
+        _read(growing.expect_end())
+    except Deviation:
         return ""
+    first = text[:1]
+    if first in _FIRSTS:
+        return _FIRSTS[first]
+    return "number" if set(".eE") & set(text) else "integer"
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
+def _fits(kind: str, kinds: set[str] | None) -> bool:
+    if kinds is None or kind in kinds:
+        return True
+    if kind == "number":  # 1.0 is an integer as well
+        return "integer" in kinds and "string" not in kinds
+    return kind == "integer" and "number" in kinds
+
+
+def _read(reading: Reading[object]) -> None:
+    next(reading, None)
 
 
 def _at(root: Mapping[str, Any], path: str) -> object:
