@@ -82,8 +82,10 @@ class ToolFormat(ABC):
         InvalidInput for a schema that this spelling cannot hold to.
         """
 
-    def woven(self, rules: Rules, calls: Calls) -> Lark:
-        """Free text with calls in it."""
+    def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
+        """Free text with calls in it; with a form for the answer calls alone or that."""
+        if answer is not None:
+            return rules.either([calls(rules, ""), answer])
         free = rules.free_text(self.markers)
         marker = self.markers[0]
         called = rules.sequence([rules.up_to(marker, free), calls(rules, marker)])

@@ -4,6 +4,7 @@ that match its schema, in the model's own spelling.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,10 +58,8 @@ class ToolGrammar:
         ]
         loose = ToolGrammar(self.tool_format, tools, self.vocabulary, self.several)
         rules = Rules(self.vocabulary)
-        if not answer:
-            start = self.tool_format.woven(rules, loose._calls)
-        else:
-            start = rules.either([loose._calls(rules, ""), rules.json_text(answer)])
+        form = rules.json(json.loads(answer)) if answer else None
+        start = self.tool_format.woven(rules, loose._calls, form)
         if after:
             start = rules.sequence([rules.until(after, after), rules.space(), start])
         return rules.grammar(start)

@@ -83,14 +83,15 @@ class Harmony(ToolFormat):
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         return [self.beginning(tool.name), rules.json(tool.parameters)]
 
-    def woven(self, rules: Rules, calls: Calls) -> Lark:
+    def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
         """Thoughts and preambles, then a call or the answer."""
         said = rules.either(
             rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, _END)])
             for name in ("analysis", "commentary")
         )
-        answer = [rules.text(self.content_beginning), rules.free_text(self.special_tokens).whole]
-        last = rules.either([calls(rules, ""), rules.sequence(answer)])
+        form = answer or rules.free_text(self.special_tokens).whole
+        final = rules.sequence([rules.text(self.content_beginning), form])
+        last = rules.either([calls(rules, ""), final])
         return rules.sequence([Lark(f"({said.text})*"), last])
 
     def beginning(self, name: str = "") -> str:

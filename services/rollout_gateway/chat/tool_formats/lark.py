@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 from rollout_gateway.engines.requests.json_schema import FORM
 
+_JSON_WORDS = re.compile(r'"[^"]*"|[{}:,\[\]]| +|[^"{}:,\[\] ]+|"')
+"""Text in the words of JSON: where an object may be a call or an answer, words of both have to end
+at the same places, for none is read twice.
+"""
 _GUIDANCE = "x-guidance"
 ANY_TEXT = "(?s:.*)"
 """Regular expression of any text."""
@@ -71,10 +75,6 @@ class Rules:
         plain[_GUIDANCE] = FORM
         return self.rule(f"%json {json.dumps(plain)}")
 
-    def json_text(self, schema: str) -> Lark:
-        """As `json`, of a schema's text; "{}": any object."""
-        return self.json(json.loads(schema))
-
     def regex(self, expression: str) -> Lark:
         """What a regular expression matches, which is not nothing."""
         return Lark(_slashed(expression))
@@ -113,6 +113,16 @@ class Rules:
         before = self.rule(f"({name}? <[{','.join(map(str, tokens))}]>)*") if tokens else Lark("")
         return FreeText(before, self.sequence([before, Lark(f"{name}?")]), name, never)
 
+    def behind(self, marker: str, body: str) -> Lark:
+        """A marker, behind text that matches or nothing."""
+        ended = self._name("ended")
+        self._lines.append(f"{ended}[lazy]: /({_slashed(body)[1:-1]})?/ {_quoted(marker)}")
+        found = [Lark(ended)]
+        if marker in self._vocabulary.added:
+            token = f"<[{self._vocabulary.added[marker]}]>"
+            found += [Lark(f"{_slashed(body)} {token}"), Lark(token)]
+        return self.either(found)
+
     def up_to(self, marker: str, free: FreeText) -> Lark:
         """Free text up to and with a marker, spelled either way."""
         body = self._name("TEXT")
@@ -148,7 +158,9 @@ class Rules:
 
     def _part(self, part: str) -> str:
         token = self._vocabulary.added.get(part)
-        return _quoted(part) if token is None else f"({_quoted(part)} | <[{token}]>)"
+        if token is None:
+            return " ".join(map(_quoted, _JSON_WORDS.findall(part)))
+        return f"({_quoted(part)} | <[{token}]>)"
 
 
 def _quoted(text: str) -> str:

@@ -19,6 +19,8 @@ from rollout_gateway.chat.tool_formats.json_text import call_object
 from rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _TAG = "<|python_tag|>"
+_NO_BRACE = r"[ \t\r\n]*[^{ \t\r\n](?s:.*)"
+"""Text that does not begin with a brace."""
 
 
 class Llama3Json(ToolFormat):
@@ -45,12 +47,13 @@ class Llama3Json(ToolFormat):
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         return call_pieces(tool, rules, "parameters")
 
-    def woven(self, rules: Rules, calls: Calls) -> Lark:
-        """A response that begins with a brace is calls; behind the tag are calls as well."""
-        free = rules.free_text(self.markers)
-        tagged = rules.sequence([rules.up_to(_TAG, free), calls(rules, "")])
-        said = rules.regex(r"[ \t\r\n]*[^{ \t\r\n](?s:.*)")
+    def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
+        """A response that begins with a brace is calls, behind the tag are calls as well."""
         called = rules.sequence([rules.space(), calls(rules, "")])
+        if answer is not None:
+            return rules.either([called, answer])
+        said = rules.regex(_NO_BRACE)
+        tagged = rules.sequence([rules.behind(_TAG, _NO_BRACE), calls(rules, "")])
         return rules.either([called, tagged, said, rules.space()])
 
     def beginning(self, name: str = "") -> str:

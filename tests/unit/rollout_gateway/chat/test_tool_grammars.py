@@ -152,7 +152,7 @@ def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
         tools = [tool for tool in TOOLS if asked in ("", tool.name)]
         begun = one.chosen.beginning(asked)
         grammar = ToolGrammar(one.chosen, tools, one.vocabulary).required(begun)
-        for seed in range(6):
+        for seed in range(6 if asked else 12):
             text = one.says(grammar, seed)
             if text is None:
                 continue
@@ -255,8 +255,11 @@ def test_with_a_form_for_the_answer_a_response_is_calls_or_that_form(name: str, 
     answer = json.dumps({**OBJECT, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
     grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed(set(), answer=answer)
     before = one.chosen.content_beginning
+    person = json.dumps({**OBJECT, "properties": {"name": {"type": "string"}}})
+    named = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed(set(), answer=person)
     assert one.takes(grammar, before + '{"a": 2}')
     assert not one.takes(grammar, before + '{"a": 3}')
+    assert one.takes(named, before + '{"name": "Ada"}')
     assert not one.takes(grammar, "Hm")
     text = one.says(grammar, 3, one.chosen.beginning("now"))
     if text is not None:
@@ -267,7 +270,7 @@ def test_with_a_form_for_the_answer_a_response_is_calls_or_that_form(name: str, 
 
 def test_reasoning_comes_before_what_follows_the_grammar() -> None:
     one = model("hermes", "", marked=False)
-    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed({"look"}, "</think>")
+    grammar = ToolGrammar(one.chosen, TOOLS, one.vocabulary).allowed(set(SCHEMAS), "</think>")
     assert one.takes(grammar, "<tool_call> is a tag\n</think>\n\nHello")
     assert not one.takes(grammar, "no end of it")
     assert not one.takes(grammar, "x</think><tool_call>")
@@ -298,7 +301,7 @@ def only(schema: dict[str, Any], **more: Any) -> Offered:
 )
 def test_a_schema_that_text_cannot_be_held_to_is_refused(name: str, tool: Offered) -> None:
     one = model(name, "", marked=False)
-    with pytest.raises(InvalidInput, match="tools: .*allowed: .*without strict"):
+    with pytest.raises(InvalidInput, match=r"tools: .*allowed: .*without strict"):
         ToolGrammar(one.chosen, [tool], one.vocabulary).required(one.chosen.beginning())
 
 
