@@ -30,6 +30,8 @@ class GenerationOptions(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: Mapping[str, float]  # token id as text -> bias
     ignore_eos: bool  # go on after an end token
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]  # one of json, regex, choice and grammar
     extra: Mapping[str, Any]  # further fields of the body, as they are
     deadline_s: float  # seconds for the whole call, retries included
 
@@ -40,7 +42,6 @@ class ChatOptions(GenerationOptions, total=False):
     tools: Sequence[Mapping[str, Any]]  # OpenAI's {"type": "function", "function": {...}}
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
-    response_format: Mapping[str, Any]
     logprobs: bool
     top_logprobs: int
     return_token_ids: bool

@@ -86,7 +86,8 @@ def most_bytes(longest: int) -> int:
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body, checked; its size is noted in `request.state.body_bytes`.
+    """The body, checked; its size is noted in `request.state.body_bytes`, fields that it spells
+    otherwise than errors do in `request.state.spelled`.
 
     Raises InvalidInput naming the first wrong field, when it is too large or slow, or no JSON by
     its type; ResourceExhausted when too many large ones are under way.
@@ -95,7 +96,9 @@ async def read(request: Request, kind: type[B]) -> B:
     if raw:
         _check_type(request)
     request.state.body_bytes = len(raw)
-    return await gateway_of(request).aside.run(len(raw), lambda: parse(kind, raw))
+    body = await gateway_of(request).aside.run(len(raw), lambda: parse(kind, raw))
+    request.state.spelled = getattr(body, "spelled", {})
+    return body
 
 
 def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:

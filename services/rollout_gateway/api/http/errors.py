@@ -95,4 +95,8 @@ def answer(error: PacelineError, request: Request) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     anthropic = request.url.path.startswith("/v1/messages")
     body = anthropic_error(error) if anthropic else openai_error(error)
+    spelled = getattr(request.state, "spelled", {})
+    if (field := body["error"].get("param")) in spelled:
+        message = body["error"]["message"].removeprefix(field)
+        body["error"] |= {"param": spelled[field], "message": f"{spelled[field]}{message}"}
     return JSONResponse(body, status_code=status, headers=headers)

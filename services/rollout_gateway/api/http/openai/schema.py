@@ -169,6 +169,14 @@ class GenerationBody(SampledBody):
             )
         return demand.parameters()
 
+    @property
+    def spelled(self) -> dict[str, str]:
+        """Fields that errors name otherwise."""
+        demand = self.structured_outputs
+        if demand is None or demand.json_demand is None:
+            return {}
+        return {"response_format": "structured_outputs.json"}
+
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
