@@ -38,7 +38,7 @@ Calls = Callable[[Rules, str], Lark]
 """The grammar of calls that begin with a text, without that text."""
 
 
-class Frame(NamedTuple):
+class CallFrame(NamedTuple):
     """What stands around calls that are made together."""
 
     before: str = ""
@@ -71,7 +71,7 @@ class ToolFormat(ABC):
     """Whether every response is written in it, with tools or without."""
     content_beginning: str = ""
     """What stands before content; where it is forced, it begins the response."""
-    frame: Frame = Frame(between="\n")
+    frame: CallFrame = CallFrame(between="\n")
     """Around calls that follow a grammar."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from rollout_gateway.chat.tool_formats.base import (
     NAME,
-    Frame,
+    CallFrame,
     Offered,
     Piece,
     SpelledCall,
@@ -30,7 +30,7 @@ class DeepSeekV3(ToolFormat):
 
     def __init__(self, template_source: str = "") -> None:
         self._fenced = _FENCE in template_source
-        self.frame = Frame(_ALL, "\n" if self._fenced else "", _ALL_END)
+        self.frame = CallFrame(_ALL, "\n" if self._fenced else "", _ALL_END)
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         """All calls or none."""

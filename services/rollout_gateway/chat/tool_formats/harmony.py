@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rollout_gateway.chat.tool_formats.base import (
     Calls,
-    Frame,
+    CallFrame,
     Offered,
     Piece,
     SpelledCall,
@@ -41,7 +41,7 @@ class Harmony(ToolFormat):
     name = "harmony"
     special_tokens = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
     markers = (_CHANNEL,)
-    frame = Frame(between=None)  # a call ends the response
+    frame = CallFrame(between=None)  # a call ends the response
     channels = True
     reasoning_marks = (f"{_CHANNEL}analysis", _END)
     content_beginning = f"{_CHANNEL}final{_MESSAGE}"

@@ -8,7 +8,7 @@ import re
 
 from rollout_gateway.chat.tool_formats.base import (
     NAME,
-    Frame,
+    CallFrame,
     Offered,
     Piece,
     SpelledCall,
@@ -32,7 +32,7 @@ class KimiK2(ToolFormat):
     name = "kimi_k2"
     special_tokens = (_ALL, _ALL_END, _ONE, _ONE_END, _ARGUMENTS)
     markers = (_ALL,)
-    frame = Frame(_ALL, "", _ALL_END)
+    frame = CallFrame(_ALL, "", _ALL_END)
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         """All calls or none."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from rollout_gateway.chat.tool_formats.base import (
     Calls,
-    Frame,
+    CallFrame,
     Offered,
     Piece,
     SpelledCall,
@@ -35,7 +35,7 @@ class Llama3Json(ToolFormat):
     markers = (_TAG,)
     at_start = ("{",)
     after_calls = (";", "{")
-    frame = Frame(between="; ")
+    frame = CallFrame(between="; ")
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         for before in (";", _TAG):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from rollout_gateway.chat.tool_formats.base import (
     NAME,
-    Frame,
+    CallFrame,
     IdSource,
     Offered,
     Piece,
@@ -33,7 +33,7 @@ class Mistral(ToolFormat):
         self._named = _ARGUMENTS in template_source
         # Tokenizers made with sentencepiece put a space after the marker.
         self._array = f"{_MARKER} [" if f"{_MARKER} [" in template_source else f"{_MARKER}["
-        self.frame = Frame(between="") if self._named else Frame(self._array, ", ", "]")
+        self.frame = CallFrame(between="") if self._named else CallFrame(self._array, ", ", "]")
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         yield from text.expect(_MARKER)
