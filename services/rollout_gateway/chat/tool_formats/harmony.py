@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 
 from rollout_gateway.chat.tool_formats.base import (
-    Calls,
     CallFrame,
+    Calls,
     Offered,
     Piece,
     SpelledCall,

@@ -5,8 +5,8 @@ semicolons between.
 from __future__ import annotations
 
 from rollout_gateway.chat.tool_formats.base import (
-    Calls,
     CallFrame,
+    Calls,
     Offered,
     Piece,
     SpelledCall,

@@ -5,20 +5,19 @@ Owns which fields exist, their types and ranges; unknown fields are ignored.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from rollout_gateway.api.http.bodies import FieldError
+from rollout_gateway.api.http.openai.forms import ResponseFormat, StructuredOutputs
 from rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Arguments,
     Content,
     FunctionShape,
-    JsonObject,
     Limit,
     NullIs,
     Off,
@@ -35,7 +34,6 @@ from rollout_gateway.api.http.shapes import (
     within,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
-from rollout_gateway.engines.requests.structures import MAX_CHOICES as MAX_STRUCTURED_CHOICES
 from rollout_gateway.engines.sampling import BIAS, MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
@@ -72,63 +70,6 @@ class StreamOptions(StrictShape):
     """What a stream says besides its choices."""
 
     include_usage: Off = False
-
-
-class SchemaBody(BaseModel):
-    """A schema with a name, as response_format carries it."""
-
-    json_schema: JsonObject | None = Field(None, alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """What form the answer has to have."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: SchemaBody | None = None
-
-    def schema_text(self) -> str:
-        """The schema as JSON text; "{}" is any object, "" no demand."""
-        if self.type == "text":
-            return ""
-        named = (
-            self.json_schema.json_schema
-            if self.type == "json_schema" and self.json_schema
-            else None
-        )
-        return json.dumps(named or {})
-
-
-class StructuredOutputs(StrictShape):
-    """What the answer has to be, as vLLM spells it: one of these."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    json_demand: JsonObject | str | None = Field(None, alias="json")  # a schema, or its text
-    regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_STRUCTURED_CHOICES)
-    grammar: str | None = None
-    json_object: bool | None = None
-
-    def parameters(self) -> dict[str, Any]:
-        """As Sampling spells them. Raises FieldError unless exactly one is given."""
-        schema = self.json_demand
-        asked = {
-            "json_schema": schema if isinstance(schema, str | None) else json.dumps(schema),
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-        }
-        if self.json_object:
-            asked["json_schema"] = "{}" if schema is None else ""
-        given = {name: value for name, value in asked.items() if value is not None}
-        if len(given) != 1 or not all(given.values()):
-            raise FieldError(
-                "structured_outputs",
-                "holds one demand that is not empty",
-                seen=", ".join(given) or "none",
-                allowed="json, regex, choice, grammar or json_object",
-            )
-        return given
 
 
 class GenerationBody(SampledBody):
