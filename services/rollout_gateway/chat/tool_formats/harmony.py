@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from rollout_gateway.chat.tool_formats.base import (
     CallFrame,
@@ -68,14 +69,14 @@ class Harmony(ToolFormat):
                     return [(yield from _call(text, named[1]))]
             except Deviation:
                 told("content", text.forget())
-                yield from _body(text, lambda more: told("content", more))
+                yield from _body(text, partial(told, "content"))
                 continue
             text.forget()
             channel = _NAMED_CHANNEL.search(header)
             kind = "reasoning" if channel and channel[1] == "analysis" else "content"
             if before == kind:
                 told(kind, "\n")
-            yield from _body(text, lambda more, kind=kind: told(kind, more))
+            yield from _body(text, partial(told, kind))
             before = kind
 
         return []
