@@ -137,6 +137,24 @@ def test_structured_tokens_are_those_of_the_embedded_engine_whatever_is_drafted(
     assert [said(chunks) for chunks in served.wait(numbers)] == expected
 
 
+def test_a_structured_response_that_cannot_go_on_ends_alone(
+    served: Served, prompts: list[list[int]]
+) -> None:
+    """This expression outgrows the limits of a step after some tokens."""
+    growing = "(((a|b?c)*[a-z]{0,900}){0,900}d){0,900}" * 200 + "e{20}"
+    alone = served.tokens(prompts[:3], temperature=1.0)
+    numbers = served.send(
+        prompts[3:5], regex=growing, temperature=1.0, ignore_eos=False, max_tokens=150
+    )
+    assert served.tokens(prompts[:3], temperature=1.0) == alone
+    for chunks in served.wait(numbers):
+        assert chunks[-1].finish is Finish.ERROR
+        assert chunks[-1].error.startswith(
+            "INVALID_INPUT: structured_outputs.regex cannot be followed on"
+        )
+    assert served.tokens(prompts[:3], temperature=1.0) == alone
+
+
 @pytest.mark.parametrize("arm", ["off", "eagle:3_1_4", "eagle:4_3_12"])
 def test_pairs_of_tokens_come_with_their_exact_probabilities(
     served: Served, prompts: list[list[int]], oracle: PreTrainedModel, arm: str

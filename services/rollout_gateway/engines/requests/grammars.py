@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.requests.grammar_judge import GrammarJudge
 from rollout_gateway.engines.requests.json_schema import (
@@ -131,10 +132,10 @@ class GrammarMasks:
 
     @staticmethod
     def error_of(sequence: RunningSequence, fault: GrammarFault) -> str:
-        """Why a request ends that cannot go on."""
+        """Why a request ends that cannot go on; the reason is what was asked."""
         structure = structure_of(sequence.request.sampling)
         assert structure is not None
-        return f"{structure.field} cannot be followed on: {fault}"
+        return f"{InvalidInput.reason}: {structure.field} cannot be followed on: {fault}"
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
         """Forget sequences that have ended; unknown ones are ignored."""
