@@ -138,8 +138,24 @@ class ApiConfig(Config):
 class ChatConfig(Config):
     """How conversations are rendered and read."""
 
-    tool_format: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = "auto"
+    tool_format: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "qwen3_coder",
+        "glm45",
+        "deepseek_v3",
+        "kimi_k2",
+        "harmony",
+    ] = "auto"
     """How tool calls are spelled; auto: what the chat template shows."""
+    tool_grammars: Literal["always", "untrained", "never"] = "untrained"
+    """Where a grammar holds calls to their tools' schemas (tool_choice "required" or a name, strict
+    tools): untrained: where no tokens may be trained, whose log-probs it would change; always: a
+    session to be trained refuses them; never: an answer is only begun as a call.
+    """
     reasoning: Literal["auto", "none", "think"] = "auto"
     """Where a model reasons; think: between <think> and </think>; auto: there if its template does.
     """

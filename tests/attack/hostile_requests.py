@@ -1,4 +1,4 @@
-"""Twenty requests that are made to hold a gateway up: each a function of the gateway's two ports that
+"""Some twenty requests that are made to hold a gateway up: each a function of the gateway's two ports that
 sends one and returns when it is over.
 """
 
@@ -110,6 +110,11 @@ def called(arguments: str) -> dict[str, object]:
 
 
 HARD_SCHEMA = {"allOf": [{"pattern": f"^(a|b{i})*{i}+$"} for i in range(300)], "multipleOf": 1e-9}
+HARD_REGEX = "(((a|b?c)*[a-z]{0,900}){0,900}d){0,900}" * 200
+HARD_GRAMMAR = "start: a*\na: b | c\nb: %json " + json.dumps(
+    {"type": "integer", "multipleOf": 99999971}
+)
+HARD_GRAMMAR += "\nc: " + " | ".join(f'"{i}" a a' for i in range(2000))
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 HOSTILE: dict[str, Attack] = {
     "a prompt of 6 MB": posted(COMPLETIONS, {"prompt": "a" * 6 * MB}),
@@ -129,6 +134,13 @@ HOSTILE: dict[str, Attack] = {
     "8 choices of a hard schema": posted(
         CHAT,
         chat(n=8, response_format={"type": "json_schema", "json_schema": {"schema": HARD_SCHEMA}}),
+    ),
+    "8 choices of a hard regex": posted(CHAT, chat(n=8, structured_outputs={"regex": HARD_REGEX})),
+    "8 choices of a hard grammar": posted(
+        COMPLETIONS, {"prompt": "1", "n": 8, "structured_outputs": {"grammar": HARD_GRAMMAR}}
+    ),
+    "1,000 strict tools": posted(
+        CHAT, chat(tools=[function(one) for one in range(1000)], tool_choice="required")
     ),
     "arguments of 250 kB": posted(CHAT, chat(messages=[called("[" + "1," * 125_000 + "1]")])),
     "an endless body": endless(RESPONSES, 5.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -793,6 +794,74 @@ def test_a_json_schema_is_followed_or_refused_by_capability_and_setting(case: Ca
         with pytest.raises(InvalidInput, match="response_format"):
             engine.enqueue(replace(asked, sampling=replace(asked.sampling, json_schema=bad)))
     assert not engine.has_work
+
+
+STRUCTURED: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
+    # what is asked, what its text matches, what cannot be followed, the field that is named
+    ({"regex": "[0-9]{2}-(ab|c)+"}, "[0-9]{2}-(ab|c)+", {"regex": "(["}, "regex"),
+    ({"choice": ("ab", "ac.", "7")}, r"ab|ac\.|7", {"choice": ("a", "")}, "choice"),
+    (
+        {"grammar": 'start: "<" word ("," word){0,2} ">"\nword: /[a-d]{1,3}/'},
+        "<[a-d]{1,3}(,[a-d]{1,3}){0,2}>",
+        {"grammar": "start: missing"},
+        "grammar",
+    ),
+    (
+        {"grammar": 'root ::= "x" [0-9] | "yy"'},
+        "x[0-9]|yy",
+        {"grammar": "root ::= ("},
+        "grammar",
+    ),
+    (
+        {"tool_grammar": 'start: "<f>" %json {"enum": [1, 22]}'},
+        "<f>(1|22)",
+        {"tool_grammar": "start: %json {"},
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("demand", "form", "bad", "field"), STRUCTURED)
+def test_a_demand_on_the_response_is_followed_whatever_is_drafted_or_refused_by_its_field(
+    case: Case, demand: dict[str, Any], form: str, bad: dict[str, Any], field: str
+) -> None:
+    from tokenizers import Tokenizer
+
+    engine = case.build(None)
+    settings = {"ignore_eos": False, "max_tokens": 60}
+    asked = [request(number, **settings, **demand) for number in range(4)]
+    if Capability.GRAMMARS not in engine.info.capabilities:
+        with pytest.raises(
+            MissingCapability, match=r"the \w+ engine lacks the capability grammars; .*engine\.kind"
+        ):
+            engine.enqueue(asked[0])
+        assert not engine.has_work
+        return
+    plain = run_all(case, asked, "off")
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    for tokens in plain.values():
+        assert tokens[-1] == 1
+        assert re.fullmatch(form, tokenizer.decode(tokens))
+    for arm in engine.info.arms:
+        assert run_all(case, asked, arm) == plain, arm
+    for wrong, named in (
+        ({**settings, **bad}, field),
+        ({**demand, "ignore_eos": True}, f"{field}.*ignore_eos"),
+        ({**settings, **demand, "json_schema": "{}"}, f"{field}.*no other demand"),
+    ):
+        with pytest.raises(InvalidInput, match=named):
+            case.build(None).enqueue(request(9, **wrong))
+
+
+def test_a_structured_response_goes_on_where_it_was_interrupted(case: Case) -> None:
+    engine = case.build(None)
+    if Capability.GRAMMARS not in engine.info.capabilities:
+        pytest.skip("this engine follows no grammar")
+    whole = request(3, ignore_eos=False, max_tokens=60, regex="[0-9]{4}-[a-f]{4}")
+    tokens = run_all(case, [whole])[3]
+    for said in (1, 4, len(tokens) - 2):
+        again = replace(whole, response=tuple(tokens[:said]))
+        assert run_all(case, [again], "eagle:3_1_4")[3] == tokens[said:]
 
 
 def test_speculation_statistics_add_up(case: Case) -> None:

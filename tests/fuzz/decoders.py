@@ -57,6 +57,7 @@ from rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
 from rollout_gateway.chat.parse import ChatParser
 from rollout_gateway.chat.tool_formats import tool_format
 from rollout_gateway.engines.requests.json_schema import check_json_schema
+from rollout_gateway.engines.requests.structures import structure_of
 from rollout_gateway.engines.sampling import check_sampling
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.rewards.code_harness import Wire, unpack
@@ -189,7 +190,7 @@ def client_answers(raw: bytes) -> object:
 def sampling(found: tpb.SamplingParams) -> object:
     asked = wire.sampling_from(found)
     check_sampling(asked, 320)
-    return check_json_schema(asked.json_schema, ignore_eos=False) if asked.json_schema else asked
+    return structure_of(asked)
 
 
 def worker_event(found: epb.WorkerEvent) -> object:
@@ -421,6 +422,35 @@ DECODERS: dict[str, Decoder] = {
     "mistral calls": Decoder(
         (b'[TOOL_CALLS][{"name": "f", "arguments": {}}]', b"[TOOL_CALLS]f[ARGS]{}"),
         parsed_chat("mistral"),
+    ),
+    "Qwen3-Coder calls": Decoder(
+        (b"<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",),
+        parsed_chat("qwen3_coder"),
+    ),
+    "GLM calls": Decoder(
+        (b"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",),
+        parsed_chat("glm45"),
+    ),
+    "DeepSeek calls": Decoder(
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>".encode(),
+        ),
+        parsed_chat("deepseek_v3"),
+    ),
+    "Kimi calls": Decoder(
+        (
+            b"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+            b"<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        parsed_chat("kimi_k2"),
+    ),
+    "channels": Decoder(
+        (
+            b"<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary "
+            b"to=functions.f <|constrain|>json<|message|>{}<|call|>",
+        ),
+        parsed_chat("harmony"),
     ),
     "JSON schemas": Decoder(
         (lines(TOOL["parameters"]),), lambda raw: check_json_schema(text(raw), ignore_eos=False)

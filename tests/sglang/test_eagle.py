@@ -112,6 +112,49 @@ def test_sampled_tokens_are_those_of_the_embedded_engine_with_the_same_seeds(
     assert served.tokens(prompts, arm="off", **sampling) == expected
 
 
+@pytest.mark.parametrize(
+    "demand",
+    [
+        {"json_schema": '{"type": "array", "items": {"enum": [0.5, "x"]}, "maxItems": 3}'},
+        {"regex": "[0-9]{2}(-[a-f]{3})+", "temperature": 2.0},
+        {"choice": ("12+1", "12-30", "9"), "repetition_penalty": 1.2},
+        {"grammar": 'start: pair ("," pair)*\npair: /[a-c]/ "=" %json {"type": "integer"}'},
+    ],
+    ids=["json", "regex", "choice with a penalty", "grammar"],
+)
+def test_structured_tokens_are_those_of_the_embedded_engine_whatever_is_drafted(
+    served: Served, prompts: list[list[int]], demand: dict[str, Any]
+) -> None:
+    sampling = {"temperature": 1.0, "ignore_eos": False, "max_tokens": 60, **demand}
+    expected = embedded_tokens(prompts, **sampling)
+    assert served.tokens(prompts, **sampling) == expected
+    for arm in ("off", "eagle:4_3_12"):
+        assert served.tokens(prompts, arm=arm, **sampling) == expected
+    free = [prompt * 2 for prompt in prompts[:3]]  # beside rows that are free
+    alone = served.tokens(free, temperature=1.0)
+    numbers = served.send(prompts, **sampling)
+    assert served.tokens(free, temperature=1.0) == alone
+    assert [said(chunks) for chunks in served.wait(numbers)] == expected
+
+
+def test_a_structured_response_that_cannot_go_on_ends_alone(
+    served: Served, prompts: list[list[int]]
+) -> None:
+    """This expression outgrows the limits of a step after some tokens."""
+    growing = "(((a|b?c)*[a-z]{0,900}){0,900}d){0,900}" * 200 + "e{20}"
+    alone = served.tokens(prompts[:3], temperature=1.0)
+    numbers = served.send(
+        prompts[3:5], regex=growing, temperature=1.0, ignore_eos=False, max_tokens=150
+    )
+    assert served.tokens(prompts[:3], temperature=1.0) == alone
+    for chunks in served.wait(numbers):
+        assert chunks[-1].finish is Finish.ERROR
+        assert chunks[-1].error.startswith(
+            "INVALID_INPUT: structured_outputs.regex cannot be followed on"
+        )
+    assert served.tokens(prompts[:3], temperature=1.0) == alone
+
+
 @pytest.mark.parametrize("arm", ["off", "eagle:3_1_4", "eagle:4_3_12"])
 def test_pairs_of_tokens_come_with_their_exact_probabilities(
     served: Served, prompts: list[list[int]], oracle: PreTrainedModel, arm: str

@@ -36,6 +36,8 @@ class GenerationOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int]  # the only ones drawn
     prompt_logprobs: int  # log-probs of the prompt in `raw`, with so many alternatives each
     truncate_prompt_tokens: int  # only so many last tokens of the prompt are read; -1: what fits
+    response_format: Mapping[str, Any]
+    structured_outputs: Mapping[str, Any]  # one of json, regex, choice and grammar
     extra: Mapping[str, Any]  # further fields of the body, as they are
     deadline_s: float  # seconds for the whole call, retries included
 
@@ -46,7 +48,6 @@ class ChatOptions(GenerationOptions, total=False):
     tools: Sequence[Mapping[str, Any]]  # OpenAI's {"type": "function", "function": {...}}
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
-    response_format: Mapping[str, Any]
     logprobs: bool
     top_logprobs: int
     return_token_ids: bool

@@ -8,13 +8,13 @@ from dataclasses import fields
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.nouns import SETTINGS, Capability
-from rollout_gateway.engines.requests.json_schema import check_json_schema
+from rollout_gateway.engines.requests.structures import FIELDS, beyond_json, structure_of
 from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
 
 CHECKED_FIELDS = (
     *(field.name for field in fields(Sampling)),
     "prompt",
-    "response_format",
+    *FIELDS.values(),
     "messages",
     "tool_choice",
     "truncate_prompt_tokens",
@@ -34,8 +34,7 @@ def check_request(
         raise InvalidInput(
             "min_tokens does not fit behind the prompt", seen=sampling.min_tokens, allowed=room
         )
-    if sampling.json_schema:
-        check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
+    structure_of(sampling)
     check_arm(ready, forced_arm)
 
 
@@ -50,6 +49,7 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: Sampling) -> None:
         Capability.PENALTIES: _adjusting(sampling),
         Capability.PROMPT_LOGPROBS: "prompt_logprobs" if sampling.scored else "",
         Capability.JSON_SCHEMA: "response_format" if sampling.json_schema else "",
+        Capability.GRAMMARS: "structured_outputs or a strict tool" if beyond_json(sampling) else "",
     }
     for capability, seen in asked.items():
         if seen and capability not in ready.capabilities:

@@ -16,9 +16,10 @@ from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.prompts import ChatPrompts, Known
+from rollout_gateway.chat.prompts import ChatPrompts, Held, Known
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engines.nouns import Capability
 from rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.assignment import Assignment
@@ -78,8 +79,9 @@ class Planner:
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
         longest = self._readable(asked)
+        held = Held(self._holds_calls(given), asked.sampling(1).json_schema)
         prompt = await self._aside.run(
-            asked.size, lambda: self._prompts.prompt(request, known, longest)
+            asked.size, lambda: self._prompts.prompt(request, known, longest, held)
         )
         plan = Plan(
             prompt.ids,
@@ -89,9 +91,22 @@ class Planner:
         )
         plan, run_temperature = self._cut(asked, plan), self._own(session, implicit=given is None)
         plans = await self._aside.run(
-            asked.size, lambda: self._drawn(asked, [plan], run_temperature)
+            asked.size, lambda: self._drawn(asked, [plan], run_temperature, prompt.grammar)
         )
         return self._within(session, plans, implicit=given is None)
+
+    def _holds_calls(self, session: Session | None) -> bool:
+        """Whether calls of tools follow a grammar where one is asked for, in a session or without
+        one. Tokens that may be trained are the policy's own choice.
+        """
+        where = self._config.chat.tool_grammars
+        if where == "never" or Capability.GRAMMARS not in self._ready().capabilities:
+            return False
+        if session is not None:
+            trained = session.assignment.trainable
+        else:
+            trained = bool(self._config.trajectories) and self._config.sessions.implicit
+        return where == "always" or not trained
 
     async def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
         """Continuations of each prompt, text or token ids."""
@@ -157,14 +172,23 @@ class Planner:
         return Plan(ids, parent=extended[0] if extended is not None else None)
 
     def _drawn(
-        self, asked: Asked, plans: Sequence[Plan], run_temperature: float | None
+        self,
+        asked: Asked,
+        plans: Sequence[Plan],
+        run_temperature: float | None,
+        tool_grammar: str = "",
     ) -> list[Plan]:
-        """Every plan once a choice. Each has a name of its own, so that it can be rewarded."""
+        """Every plan once a choice. Each has a name of its own, so that it can be rewarded.
+
+        tool_grammar: what its calls follow, and what it is in place of a JSON schema.
+        """
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
         for plan in plans:
             room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
             sampling = wire.sampling_from(asked.sampling(room))
+            if tool_grammar:
+                sampling = replace(sampling, json_schema="", tool_grammar=tool_grammar)
             changed: tuple[str, ...] = ()
             if run_temperature is not None:
                 sampling, changed = overridden(sampling, run_temperature)

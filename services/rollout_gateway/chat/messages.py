@@ -102,6 +102,8 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     prefill: str = ""  # the message begins with it; the model goes on from there
+    strict_tools: frozenset[str] = frozenset()  # names of those whose arguments match their schema
+    one_call: bool = False  # a message holds one call at most
 
     def digests(self) -> list[bytes]:
         """[messages + 1] identity of the conversation before the first message and after each

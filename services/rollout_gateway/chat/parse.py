@@ -15,6 +15,7 @@ from rollout_gateway.chat.tool_formats import (
     BLANK,
     Deviation,
     GrowingText,
+    Harmony,
     IdSource,
     Reading,
     SpelledCall,
@@ -97,6 +98,8 @@ class ChatParser:
         """How many of the response's tokens were thought, not said."""
         if not any(delta.reasoning for delta in self.deltas):
             return 0
+        if isinstance(self._format, Harmony):
+            return reasoning_tokens(token_ids, decode, marks=self._format.reasoning_marks)
         return reasoning_tokens(token_ids, decode, starts_in_reasoning=self._opens_thinking)
 
     def _next(self) -> Delta:
@@ -109,7 +112,9 @@ class ChatParser:
     def _message(self, reasoning: bool, started: bool) -> Reading[None]:
         if reasoning:
             yield from self._thinking(started)
-        if self._format is None:
+        if isinstance(self._format, Harmony):
+            yield from self._channels(self._format)
+        elif self._format is None:
             yield from self._all_content()
         else:
             yield from self._speech(self._format)
@@ -145,6 +150,16 @@ class ChatParser:
             if (yield from self._text.at("\n")):
                 self._text.take()
         self._text.forget()
+
+    def _channels(self, harmony: Harmony) -> Reading[None]:
+        """Messages in channels, as they come."""
+
+        def told(kind: str, text: str) -> None:
+            self._news.append(Delta(reasoning=text) if kind == "reasoning" else Delta(text))
+
+        while calls := (yield from harmony.messages(self._text, told)):
+            self._text.forget()
+            self._tell(harmony, calls)
 
     def _all_content(self) -> Reading[None]:
         self._news.append(Delta(self._text.forget()))
@@ -186,13 +201,17 @@ class ChatParser:
         except Deviation:
             return False
         self._text.forget()
-        self._news.append(Delta(tool_calls=tuple(self._news_of(tool_format, one) for one in calls)))
+        self._tell(tool_format, calls)
         return True
+
+    def _tell(self, tool_format: ToolFormat, calls: Sequence[SpelledCall]) -> None:
+        self._news.append(Delta(tool_calls=tuple(self._news_of(tool_format, one) for one in calls)))
 
     def _news_of(self, tool_format: ToolFormat, call: SpelledCall) -> ToolCallDelta:
         index = self._calls
         self._calls += 1
-        return ToolCallDelta(index, tool_format.call_id(self._digits), call.name, call.arguments)
+        call_id = call.call_id or tool_format.call_id(self._digits)
+        return ToolCallDelta(index, call_id, call.name, call.arguments)
 
 
 def _plain(markers: Sequence[str]) -> re.Pattern[str]:
@@ -235,22 +254,21 @@ def reasoning_tokens(
     decode: Callable[[Sequence[int]], str],
     *,
     starts_in_reasoning: bool = False,
+    marks: tuple[str, str] = (THINK, THOUGHT),
 ) -> int:
     """Tokens of a response up to and with the end of reasoning; all when it never ends, 0 without
     any.
 
     `decode` must keep the marks. Decodes the whole and then log2(tokens) beginnings of it.
     """
-    whole = decode(token_ids)
-    if not starts_in_reasoning and not whole.lstrip(BLANK).startswith(THINK):
+    whole, (begin, end) = decode(token_ids), marks
+    if not starts_in_reasoning and not whole.lstrip(BLANK).startswith(begin):
         return 0
-    if THOUGHT not in whole:
+    if end not in whole:
         return len(token_ids)
     short, enough = 0, len(token_ids)  # tokens without and with the end
     while enough - short > 1:
         middle = (short + enough) // 2
-        short, enough = (
-            (short, middle) if THOUGHT in decode(token_ids[:middle]) else (middle, enough)
-        )
+        short, enough = (short, middle) if end in decode(token_ids[:middle]) else (middle, enough)
 
     return enough

@@ -20,7 +20,13 @@ from rollout_gateway.chat.parse import (
     opens_reasoning,
 )
 from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.chat.tool_formats import tool_format
+from rollout_gateway.chat.tool_formats import (
+    ToolFormat,
+    ToolGrammar,
+    Vocabulary,
+    offered,
+    tool_format,
+)
 from rollout_gateway.config import ChatConfig
 
 PROMPT_END = 16
@@ -42,6 +48,14 @@ class ChatPrompt:
     ids: tuple[int, ...]  # all tokens that the engine sees first
     goes_on: bool  # they begin with those of the known turn
     parser: Callable[[], ChatParser]  # of one answer
+    grammar: str = ""  # that the answer's calls of tools follow; empty: the model is free
+
+
+class Held(NamedTuple):
+    """What an answer is to be held to by a grammar."""
+
+    calls: bool = False  # calls that are asked for, and those of strict tools
+    answer: str = ""  # JSON schema that an answer without calls matches; empty: any
 
 
 class ChatPrompts:
@@ -52,9 +66,15 @@ class ChatPrompts:
         self._format = tool_format(config.tool_format, codec.template_source)
         known = config.reasoning == "auto" and knows_reasoning(codec.template_source)
         self._reasoning = known or config.reasoning == "think"
+        self._content_beginning = self._format.content_beginning if self._format else ""
+        self._vocabulary = Vocabulary(codec.added_tokens)
 
     def prompt(
-        self, request: ChatRequest, known: Known | None, longest: int | None = None
+        self,
+        request: ChatRequest,
+        known: Known | None,
+        longest: int | None = None,
+        held: Held | None = None,
     ) -> ChatPrompt:
         """The prompt of a request; `known` is the turn that it goes on from.
 
@@ -65,7 +85,7 @@ class ChatPrompts:
         inside = self._reasoning and opens_reasoning(self._codec.decode_all(ids[-PROMPT_END:]))
         forced = self._forced(request, inside)
         ids += self._codec.encode_piece(forced + request.prefill, longest)
-        tools = self._format if request.tools and request.tool_choice.mode != "none" else None
+        tools = self._offered(request)
 
         def parser() -> ChatParser:
             return ChatParser(
@@ -76,7 +96,32 @@ class ChatPrompts:
                 prefill=request.prefill,
             )
 
-        return ChatPrompt(ids, goes_on, parser)
+        return ChatPrompt(
+            ids, goes_on, parser, self._grammar(request, held or Held(), inside=inside)
+        )
+
+    def _offered(self, request: ChatRequest) -> ToolFormat | None:
+        """What the answer is read by; None: it is text."""
+        if self._format is None:
+            return None
+        if request.tools and request.tool_choice.mode != "none":
+            return self._format.offering(offered(request.tools))
+        return self._format if self._format.channels else None
+
+    def _grammar(self, request: ChatRequest, held: Held, *, inside: bool) -> str:
+        mode = request.tool_choice.mode
+        if not held.calls or not request.tools or mode == "none" or self._format is None:
+            return ""
+        tools = offered(request.tools)
+        if mode == "named":
+            tools = [tool for tool in tools if tool.name == request.tool_choice.name]
+        grammar = ToolGrammar(self._format, tools, self._vocabulary, several=not request.one_call)
+        if mode != "auto":
+            return grammar.required(self._format.beginning(request.tool_choice.name))
+        if not request.strict_tools and not held.answer:
+            return ""
+        after = THOUGHT if inside and not request.prefill else ""
+        return grammar.allowed(request.strict_tools, after, held.answer)
 
     def _history(
         self, request: ChatRequest, known: Known | None, longest: int | None
@@ -99,7 +144,9 @@ class ChatPrompts:
         """
         choice = request.tool_choice
         if choice.mode in ("auto", "none"):
-            return f"\n{THOUGHT}\n\n" if inside and request.prefill else ""
+            if not request.prefill:
+                return ""
+            return f"\n{THOUGHT}\n\n" if inside else self._content_beginning
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
             raise InvalidInput(

@@ -93,16 +93,24 @@ class ChatTemplate:
         return text.partition(_MARK)[2] if text.count(_MARK) == 1 else None
 
     def _render(self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        spelled = [message.for_template() for message in messages]
+        given = list(messages)
         try:
-            return self._template.render(
-                messages=spelled,
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                **self._tokens,
-            )
+            return self._written([message.for_template() for message in given], tools)
+        except TypeError:  # DeepSeek's templates put arguments together as text
+            spelled = [message.shown() for message in given]
         except _REFUSALS as error:
-            raise InvalidInput(f"messages: the chat template refused them: {error}") from error
+            raise _refused(error) from error
+        try:
+            return self._written(spelled, tools)
+        except _REFUSALS as error:
+            raise _refused(error) from error
+
+    def _written(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        return self._template.render(
+            messages=messages, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
+        )
 
 
 def read_template(
@@ -124,6 +132,10 @@ def read_template(
         return ChatTemplate(str(source), tokens) if source else None
     except (jinja2.TemplateError, UnicodeError, LookupError, TypeError) as error:
         raise ConfigError(f"the chat template of {directory} cannot be read: {error}") from error
+
+
+def _refused(error: Exception) -> InvalidInput:
+    return InvalidInput(f"messages: the chat template refused them: {error}")
 
 
 def _to_json(

@@ -51,6 +51,8 @@ class TextCodec:
             token_id: token.content for token_id, token in added.items() if token.special
         }
         self._added = frozenset(added)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Tokens beside those of text, by their text: markers, and what begins and ends texts."""
         self._front = _front(self._tokenizer)
 
     @property

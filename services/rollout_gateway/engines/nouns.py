@@ -19,6 +19,7 @@ class Capability(StrEnum):
     PENALTIES = "penalties"  # what changes logits before the draw: penalties, bias, min_tokens
     PROMPT_LOGPROBS = "prompt_logprobs"  # log-probs of the prompt, with nothing generated too
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
+    GRAMMARS = "grammars"  # those that follow a regex, a choice, a grammar; calls of tools that do
     RELEASE_MEMORY = "release_memory"
     FULL_NUMBERS = "full_numbers"  # can serve what it rounds without rounding
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
@@ -33,8 +34,10 @@ SETTINGS = {
     "checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
     Capability.PROMPT_LOGPROBS: "engine.kind=embedded",
-    Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json "
-    "and an eos_token_id",
+    Capability.JSON_SCHEMA: "engine.kind=embedded or engine.kind=sglang, and a model directory "
+    "with a tokenizer.json and an eos_token_id",
+    Capability.GRAMMARS: "engine.kind=embedded or engine.kind=sglang, and a model directory "
+    "with a tokenizer.json and an eos_token_id",
     Capability.FULL_NUMBERS: "engine.kind=embedded",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
     "gateway.trajectories=true",

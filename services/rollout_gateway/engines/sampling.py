@@ -33,8 +33,8 @@ class Sampling:
     """The names are those of proto SamplingParams; a default switches off.
 
     Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
-    penalties, bias, top_p, top_k and min_p do. With a json_schema they are of the logits that its
-    mask leaves.
+    penalties, bias, top_p, top_k and min_p do. With a json_schema, a regex, a choice or a grammar
+    they are of the logits that its mask leaves.
     """
 
     seed: int  # UNSEEDED: drawn when the request goes to an engine
@@ -57,6 +57,10 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()  # the only ones drawn, ascending and distinct
     prompt_logprobs: int = UNSCORED  # alternatives of each prompt token, whose log-probs are told
     include_stop_str_in_output: bool = False  # of the text alone; the tokens keep it anyway
+    regex: str = ""  # the whole response matches it
+    choice: tuple[str, ...] = ()  # the response is one of these
+    grammar: str = ""  # of the response: Lark or GBNF
+    tool_grammar: str = ""  # Lark, made from the tools offered: calls follow it
 
     @property
     def scored(self) -> bool:
@@ -67,6 +71,12 @@ class Sampling:
     def confined(self) -> bool:
         """Whether some tokens may not be drawn, at least in the beginning."""
         return bool(self.min_tokens or self.allowed_token_ids)
+
+    @property
+    def structured(self) -> bool:
+        """Whether a grammar says which tokens may follow."""
+        text = self.json_schema or self.regex or self.grammar or self.tool_grammar
+        return bool(text or self.choice)
 
     @property
     def penalised(self) -> bool:
@@ -157,10 +167,10 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
         raise InvalidInput(
             "min_tokens is above max_tokens", seen=sampling.min_tokens, allowed=sampling.max_tokens
         )
-    if sampling.confined and sampling.json_schema:
+    if sampling.confined and sampling.structured:
         name = "min_tokens" if sampling.min_tokens else "allowed_token_ids"
         raise InvalidInput(
-            f"{name} and a schema may contradict each other",
+            f"{name} and a form of the answer may contradict each other",
             seen="both",
             allowed="one of the two",
         )

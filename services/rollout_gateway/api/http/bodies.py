@@ -88,7 +88,8 @@ def most_bytes(longest: int) -> int:
 
 async def read(request: Request, kind: type[B]) -> B:
     """The body, checked; its size is noted in `request.state.body_bytes`, what of it is ignored in
-    `request.state.ignored`.
+    `request.state.ignored`, fields that it spells otherwise than errors do in
+    `request.state.spelled`.
 
     Raises InvalidInput naming the first wrong field, when it is too large or slow, or no JSON by
     its type; ResourceExhausted when too many large ones are under way.
@@ -99,6 +100,7 @@ async def read(request: Request, kind: type[B]) -> B:
     request.state.body_bytes = len(raw)
     body, ignored = await gateway_of(request).aside.run(len(raw), lambda: judged(kind, raw))
     request.state.ignored = ignored
+    request.state.spelled = getattr(body, "spelled", {})
     return body
 
 

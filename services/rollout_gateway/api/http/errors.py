@@ -109,4 +109,8 @@ def answer(error: PacelineError, request: Request) -> JSONResponse:
     path = request.url.path
     anthropic = path.startswith("/v1/messages")
     body = anthropic_error(error) if anthropic else openai_error(error, path)
+    spelled = getattr(request.state, "spelled", {})
+    if (field := body["error"].get("param")) in spelled:
+        message = body["error"]["message"].removeprefix(field)
+        body["error"] |= {"param": spelled[field], "message": f"{spelled[field]}{message}"}
     return JSONResponse(body, status_code=status, headers=headers)

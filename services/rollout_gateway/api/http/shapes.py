@@ -9,7 +9,7 @@ identifiers: error paths leave them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -28,14 +28,8 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.api.http.beyond import Beyond
 from rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 
-_SPELLED_APART = {
-    "seed",
-    "max_tokens",
-    "stop",
-    "top_logprobs",
-    "json_schema",
-    "prompt_logprobs",
-}
+_STRUCTURED = {"json_schema", "regex", "choice", "grammar", "tool_grammar"}
+_SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "prompt_logprobs"} | _STRUCTURED
 _PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
 """Sampling parameters that bodies spell as they are spelled everywhere."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 1024
@@ -241,6 +235,10 @@ class SampledBody(StrictShape):
         """The schema that the answer has to match, as JSON; "{}" is any object, "" no demand."""
         return ""
 
+    def structure(self) -> dict[str, Any]:
+        """What else the answer has to be: parameters of Sampling."""
+        return {}
+
     def wanted_logprobs(self) -> int | None:
         """Alternatives per token; None when no log-probs are asked for."""
         return None
@@ -265,7 +263,7 @@ class SampledBody(StrictShape):
             max_tokens=room if limit is None else limit,
             stop=self.stops(),
             top_logprobs=self.wanted_logprobs() or 0,
-            json_schema=self.json_schema(),
+            **{"json_schema": self.json_schema()} | self.structure(),
             prompt_logprobs=self.wanted_prompt_logprobs(),
             seed=self.seed,
         )
@@ -277,6 +275,7 @@ class FunctionShape(StrictShape):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: bool | None = None  # arguments match the parameters; templates do not see it
 
     def shown(self) -> dict[str, Any]:
         """As chat templates read it, and as every API hashes it."""
@@ -285,3 +284,8 @@ class FunctionShape(StrictShape):
             "type": "function",
             "function": {key: value for key, value in about.items() if value is not None},
         }
+
+
+def strict_names(tools: Iterable[FunctionShape]) -> frozenset[str]:
+    """Of the tools whose arguments have to match their schemas."""
+    return frozenset(tool.name for tool in tools if tool.strict)

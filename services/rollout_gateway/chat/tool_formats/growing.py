@@ -92,6 +92,26 @@ class GrowingText:
             raise Deviation
         self.take(len(word))
 
+    def expect_end(self) -> Reading[None]:
+        """Raises Deviation when anything comes."""
+        if (yield from self.peek()):
+            raise Deviation
+
+    def until(self, word: str) -> Reading[str]:
+        """Takes text up to `word` and the word; returns what stands before it.
+
+        Raises Deviation when it does not come.
+        """
+        start, plain = self.mark(), re.compile(f"[^{re.escape(word[0])}]+")
+        while not (yield from self.at(word)):
+            if not (yield from self.peek()):
+                raise Deviation
+            self.take()
+            self.take_known(plain)
+        found = self.since(start)
+        self.take(len(word))
+        return found
+
     def mark(self) -> int:
         """A place for `since`."""
         return len(self._kept)

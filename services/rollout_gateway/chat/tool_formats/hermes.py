@@ -4,9 +4,17 @@
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat, call_beginning
+from rollout_gateway.chat.tool_formats.base import (
+    Offered,
+    Piece,
+    SpelledCall,
+    ToolFormat,
+    call_beginning,
+    call_pieces,
+)
 from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object
+from rollout_gateway.chat.tool_formats.lark import Rules
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -25,6 +33,9 @@ class Hermes(ToolFormat):
         yield from text.blanks()
         yield from text.expect(_CLOSE)
         return [call]
+
+    def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
+        return [f"{_OPEN}\n", *call_pieces(tool, rules), f"\n{_CLOSE}"]
 
     def beginning(self, name: str = "") -> str:
         return f"{_OPEN}\n{call_beginning(name)}"

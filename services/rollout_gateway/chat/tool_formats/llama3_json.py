@@ -4,11 +4,23 @@ semicolons between.
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat, call_beginning
+from rollout_gateway.chat.tool_formats.base import (
+    CallFrame,
+    Calls,
+    Offered,
+    Piece,
+    SpelledCall,
+    ToolFormat,
+    call_beginning,
+    call_pieces,
+)
 from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object
+from rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _TAG = "<|python_tag|>"
+_NO_BRACE = r"[ \t\r\n]*[^{ \t\r\n](?s:.*)"
+"""Text that does not begin with a brace."""
 
 
 class Llama3Json(ToolFormat):
@@ -23,6 +35,7 @@ class Llama3Json(ToolFormat):
     markers = (_TAG,)
     at_start = ("{",)
     after_calls = (";", "{")
+    frame = CallFrame(between="; ")
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         for before in (";", _TAG):
@@ -30,6 +43,18 @@ class Llama3Json(ToolFormat):
                 text.take(len(before))
                 yield from text.blanks()
         return [(yield from call_object(text, ("parameters", "arguments"), required=True))]
+
+    def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
+        return call_pieces(tool, rules, "parameters")
+
+    def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
+        """A response that begins with a brace is calls, behind the tag are calls as well."""
+        called = rules.sequence([rules.space(), calls(rules, "")])
+        if answer is not None:
+            return rules.either([called, answer])
+        said = rules.regex(_NO_BRACE)
+        tagged = rules.sequence([rules.behind(_TAG, _NO_BRACE), calls(rules, "")])
+        return rules.either([called, tagged, said, rules.space()])
 
     def beginning(self, name: str = "") -> str:
         return call_beginning(name, "parameters")

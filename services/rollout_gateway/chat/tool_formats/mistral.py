@@ -4,14 +4,22 @@ each call.
 
 from __future__ import annotations
 
-import re
-
-from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall, ToolFormat, call_beginning
+from rollout_gateway.chat.tool_formats.base import (
+    NAME,
+    CallFrame,
+    IdSource,
+    Offered,
+    Piece,
+    SpelledCall,
+    ToolFormat,
+    call_beginning,
+    call_pieces,
+)
 from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object, json_value
+from rollout_gateway.chat.tool_formats.lark import Rules
 
 _MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_NAME = re.compile(r"[\w.:/-]+")
 
 
 class Mistral(ToolFormat):
@@ -25,6 +33,7 @@ class Mistral(ToolFormat):
         self._named = _ARGUMENTS in template_source
         # Tokenizers made with sentencepiece put a space after the marker.
         self._array = f"{_MARKER} [" if f"{_MARKER} [" in template_source else f"{_MARKER}["
+        self.frame = CallFrame(between="") if self._named else CallFrame(self._array, ", ", "]")
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         yield from text.expect(_MARKER)
@@ -34,6 +43,11 @@ class Mistral(ToolFormat):
         if (yield from text.at("{")):  # one call without the array around it
             return [(yield from call_object(text, ("arguments", "parameters")))]
         return [(yield from _named(text))]
+
+    def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
+        if self._named:
+            return [f"{_MARKER}{tool.name}{_ARGUMENTS}", rules.json(tool.parameters)]
+        return call_pieces(tool, rules)
 
     def beginning(self, name: str = "") -> str:
         if self._named:
@@ -62,12 +76,12 @@ def _array(text: GrowingText) -> Reading[list[SpelledCall]]:
 
 
 def _named(text: GrowingText) -> Reading[SpelledCall]:
-    name = yield from text.run(_NAME)
+    name = yield from text.run(NAME)
     if not name:
         raise Deviation
     if (yield from text.at(_ID)):  # an id that the model made up; calls get theirs from the gateway
         text.take(len(_ID))
-        yield from text.run(_NAME)
+        yield from text.run(NAME)
     if (yield from text.at(_ARGUMENTS)):
         text.take(len(_ARGUMENTS))
     yield from text.blanks()

@@ -84,6 +84,7 @@ class EmbeddedEngine:
             Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
             Capability.REJECTED_ROWS: capture.takes_rejected,
             Capability.JSON_SCHEMA: grammars.possible,
+            Capability.GRAMMARS: grammars.possible,
             Capability.RELEASE_MEMORY: True,
             Capability.FULL_NUMBERS: True,
         }

@@ -11,6 +11,7 @@ from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.nouns import Capability, Request, missing
 from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
+from rollout_gateway.engines.requests.structures import beyond_json
 from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
 
 
@@ -21,6 +22,7 @@ def check_capabilities(engine: str, capabilities: Collection[Capability], reques
         Capability.PENALTIES: request.sampling.adjusted,
         Capability.PROMPT_LOGPROBS: request.sampling.scored,
         Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
+        Capability.GRAMMARS: beyond_json(request.sampling),
     }
     for capability, wanted in asked.items():
         if wanted and capability not in capabilities:

@@ -41,7 +41,7 @@ class GrammarFault(Exception):
     """
 
     def __init__(self, said: str) -> None:
-        super().__init__(said.strip().partition("\n")[0][:_SAID_AT_MOST])
+        super().__init__(" ".join(said.split())[:_SAID_AT_MOST])
 
 
 def refused(why: object, schema: str) -> InvalidInput:

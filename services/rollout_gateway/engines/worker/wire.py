@@ -103,6 +103,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "allowed_token_ids": lambda ids: tuple(sorted(set(ids))),
+    "choice": tuple,
     "logit_bias": lambda bias: tuple(sorted(bias.items())),
 }
 """Parameters whose wire form is another: repeated fields, and 0 for what was left out."""

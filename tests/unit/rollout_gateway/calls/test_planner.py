@@ -108,6 +108,61 @@ def test_a_required_tool_is_the_models_choice(desk: Desk) -> None:
     assert text_of(plan).endswith('<|im_start|>assistant\n<tool_call>\n{"name":')
 
 
+STRICT = ChatRequest((USER,), TOOLS, strict_tools=frozenset({"add"}))
+REQUIRED = ChatRequest((USER,), TOOLS, ToolChoice("required"))
+
+
+def grammar_of(where: Desk, request: ChatRequest, held: Session | None, **change: Any) -> str:
+    (plan,) = where.chat(Asked(Caller(held), sampling(**change), where.name), request)
+    assert not (plan.sampling.tool_grammar and plan.sampling.json_schema)
+    return plan.sampling.tool_grammar
+
+
+@pytest.mark.parametrize("request_", [STRICT, REQUIRED], ids=["strict", "required"])
+def test_calls_follow_a_grammar_where_nothing_of_them_may_be_trained(
+    request_: ChatRequest,
+) -> None:
+    untrained = Assignment("run", trainable=False)
+    for settings, held, follows in (
+        ({}, None, True),
+        ({}, session(about=untrained), True),
+        ({}, session(), False),
+        ({"trajectories": True}, None, False),
+        ({"trajectories": True, "sessions": {"implicit": False}}, None, True),
+        ({"chat": {"tool_grammars": "always"}, "trajectories": True}, None, True),
+        ({"chat": {"tool_grammars": "never"}}, session(about=untrained), False),
+    ):
+        where = Desk(CODEC, MODEL.vocab_size, **settings)
+        assert bool(grammar_of(where, request_, held)) == follows, settings
+        where.ready.capabilities[:] = ["penalties", "json_schema"]
+        assert grammar_of(where, request_, held) == ""
+
+
+def test_calls_always_under_a_grammar_are_refused_in_a_session_to_be_trained() -> None:
+    where = Desk(CODEC, MODEL.vocab_size, chat={"tool_grammars": "always"})
+    with pytest.raises(TrainabilityError, match="tool_grammar"):
+        grammar_of(where, REQUIRED, session())
+    (plan,) = where.chat(Asked(Caller(None), sampling(), "c"), REQUIRED)
+    assert plan.session is not None
+    assert not plan.session.assignment.trainable
+
+
+def test_free_calls_follow_none_and_a_form_for_the_answer_leaves_room_for_calls(desk: Desk) -> None:
+    free = ChatRequest((USER,), TOOLS)
+    assert grammar_of(desk, free, None) == ""
+    with_form = grammar_of(desk, free, None, json_schema='{"const": "deep"}')
+    assert '"deep"' in with_form
+    assert "<tool_call>" in with_form
+    without = ChatRequest((USER,), TOOLS, ToolChoice("none"))
+    (plan,) = desk.chat(Asked(Caller(None), sampling(json_schema="{}"), "c"), without)
+    assert (plan.sampling.tool_grammar, plan.sampling.json_schema) == ("", "{}")
+
+
+def test_a_required_call_goes_with_no_other_demand(desk: Desk) -> None:
+    with pytest.raises(InvalidInput, match=r"tools goes with no other demand.*regex"):
+        grammar_of(desk, REQUIRED, None, regex="a")
+
+
 def test_with_choice_none_no_tool_is_offered_or_read(desk: Desk) -> None:
     (plan,) = chat(desk, session(), USER, tools=TOOLS, tool_choice=ToolChoice("none"))
     assert "look" not in text_of(plan)

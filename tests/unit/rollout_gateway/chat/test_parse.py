@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from paceline.errors import InternalError
 from rollout_gateway.chat.messages import Delta, Message, ToolCall, joined
 from rollout_gateway.chat.parse import ChatParser, finish_name
-from rollout_gateway.chat.tool_formats import tool_format
+from rollout_gateway.chat.tool_formats import TOOL_FORMATS, tool_format
 
-FORMATS = ["none", "hermes", "llama3_json", "mistral"]
+FORMATS = ["none", *TOOL_FORMATS]
 
 PIECES = [
     *(
@@ -30,6 +30,28 @@ PIECES = [
         "[TOOL_CALLS]",
         "[ARGS]",
         "[CALL_ID]",
+    ),
+    *(
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "<arg_key>a</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        "<|channel|>analysis<|message|>",
+        "<|channel|>commentary to=functions.f<|message|>",
+        "<|start|>assistant",
+        "<|end|>",
+        "<|call|>",
     ),
     *(
         '{"name": "f", "arguments": {}}',
@@ -109,10 +131,14 @@ def test_every_cut_of_a_text_gives_the_same_message(
     assert message(list(text), forced) == whole
 
 
+IN_JSON = ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2"]
+"""Formats whose arguments are JSON, with text around calls."""
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, str, Message]:
     """A format, a response spelled in it by hand, and the message it is."""
-    name = draw(st.sampled_from(FORMATS[1:]))
+    name = draw(st.sampled_from(IN_JSON))
     words = st.text('abc .,!é\n>")', max_size=12).map(str.strip)
     thoughts = draw(st.none() | words)
     before, after = draw(words), draw(words)
@@ -136,17 +162,21 @@ def conversations(draw: st.DrawFn) -> tuple[str, str, Message]:
         start = ""
     else:
         start = draw(st.sampled_from(["", "\n"])) + f"<think>\n{thoughts}\n</think>\n\n"
-    ids = (
-        f"{number:09x}" if name == "mistral" else f"call_{number:024x}"
-        for number in itertools.count(1)
-    )
+    ids = [
+        f"functions.{call.name}:{number}"
+        if name == "kimi_k2"
+        else f"{number + 1:09x}"
+        if name == "mistral"
+        else f"call_{number + 1:024x}"
+        for number, call in enumerate(calls)
+    ]
     message = Message(
         "assistant",
         before + after,
         thoughts or "",
         tuple(
             ToolCall(call_id, call.name, call.arguments)
-            for call_id, call in zip(ids, calls, strict=False)
+            for call_id, call in zip(ids, calls, strict=True)
         ),
     )
     return name, start + before + space + spelled + space + after, message
@@ -159,6 +189,22 @@ def _spelled(name: str, calls: list[ToolCall], space: str) -> str:
         return space.join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
     if name == "llama3_json":
         return f"{space};{space}".join(objects)
+    if name == "kimi_k2":
+        written = (
+            f"<|tool_call_begin|>functions.{call.name}:{number}{space}"
+            f"<|tool_call_argument_begin|>{space}{call.arguments}<|tool_call_end|>"
+            for number, call in enumerate(calls)
+        )
+        return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+    if name == "deepseek_v3":
+        written = (
+            f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{call.arguments}<｜tool▁call▁end｜>"
+            if len(space) == 1
+            else f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call.name}\n```json\n{call.arguments}"
+            f"\n```<｜tool▁call▁end｜>"
+            for call in calls
+        )
+        return f"<｜tool▁calls▁begin｜>{space.join(written)}<｜tool▁calls▁end｜>"
     if len(calls) == 2:
         return space.join(f"[TOOL_CALLS]{call.name}[ARGS]{call.arguments}" for call in calls)
     return f"[TOOL_CALLS] [{', '.join(objects)}]"

@@ -11,10 +11,11 @@ import pytest
 
 from rollout_gateway.chat.messages import Message, joined
 from rollout_gateway.chat.parse import ChatParser
-from rollout_gateway.chat.tool_formats import tool_format
+from rollout_gateway.chat.tool_formats import TOOL_FORMATS, tool_format
 from rollout_gateway.chat.tool_formats.growing import GrowingText
 
-FORMATS = ["hermes", "llama3_json", "mistral"]
+FORMATS = list(TOOL_FORMATS)
+LONGEST = max(len(text) for make in TOOL_FORMATS.values() for text in make("").special_tokens)
 CALL = '{"name": "f", "arguments": '
 
 ENDLESS = {  # a beginning, and what follows it again and again
@@ -42,8 +43,34 @@ ENDLESS = {  # a beginning, and what follows it again and again
     "a number": (f"<tool_call>{CALL}", "1"),
     "a call's end that does not come": (f"<tool_call>{CALL}{{}}}}", "  "),
     "nested arrays": (f"<tool_call>{CALL}", "["),
+    "functions in tags": ("", "<tool_call><function=f>"),
+    "parameters": ("<tool_call><function=f>", "<parameter=a>1</parameter>"),
+    "a value's end that does not come": ("<tool_call><function=f><parameter=a>", "</parameter "),
+    "keys": ("<tool_call>f", "<arg_key>a</arg_key><arg_value>1</arg_value>"),
+    "openings of values": ("<tool_call>f", "<arg_key>a</arg_key><arg_value>"),
+    "fenced calls": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    ),
+    "sections": ("", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+    "headers": ("", "<|start|>assistant<|channel|>final<|message|>"),
+    "calls in channels": ("", "<|channel|>x to=f<|message|>{}<|call|>"),
     "thoughts": ("<think>", "</think \n"),
     "newlines in thoughts": ("<think>", "\n"),
+}
+
+
+def meant(name: str, text: str) -> bool:
+    """Whether a format reads anything but plain text there; every format is tried on brackets."""
+    made = TOOL_FORMATS[name]("")
+    return len(text) < 4 or any(mark in text for mark in ("<think>", *made.markers, *made.at_start))
+
+
+MEANT = {
+    f"{name}: {case}": (name, start, more)
+    for name in FORMATS
+    for case, (start, more) in ENDLESS.items()
+    if meant(name, start + more)
 }
 
 
@@ -72,26 +99,24 @@ def operations(name: str, text: str, size: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("start", "more"), ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize(("name", "start", "more"), MEANT.values(), ids=MEANT)
 def test_twice_the_text_costs_about_twice_the_operations(name: str, start: str, more: str) -> None:
     for size in (3, 10**9):
         once, twice = (operations(name, start + more * times, size) for times in (150, 300))
         assert twice <= 2.1 * once + 50
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("start", "more"), ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize(("name", "start", "more"), MEANT.values(), ids=MEANT)
 def test_what_waits_to_be_read_stays_short(name: str, start: str, more: str) -> None:
     """Copies of it with every piece would otherwise cost the square of its length."""
     reader = parser(name)
     for piece in start + more * 100:
         reader.push(piece)
         text: GrowingText = reader._text
-        assert len(text._piece) <= len("<|python_tag|>") + 1
+        assert len(text._piece) <= LONGEST + 1
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
 def test_a_megabyte_of_the_beginnings_of_markers_comes_out_as_it_went_in(name: str) -> None:
     for text in ("<" * 10**6, "[" * 10**6, "  \n<" * 250_000):
         reader = parser(name)

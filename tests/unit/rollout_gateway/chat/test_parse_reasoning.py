@@ -129,3 +129,50 @@ def test_reasoning_that_was_counted_decodes_to_the_reasoning_that_was_read() -> 
     count = reasoning_tokens([ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
     assert text[:count] == "<think>\nab\n</think>"
     assert read(text).reasoning == "ab"
+
+
+HARMONY = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{HARMONY}{FINAL}So <b>.<|return|>", "Why?", "So <b>."),
+        (f"{HARMONY}{HARMONY}{FINAL}So", "Why?\nWhy?", "So"),
+        (f"{HARMONY}<|channel|>commentary<|message|>I ask.<|end|>", "Why?", "I ask."),
+        (f"{FINAL}So", "", "So"),
+        ("<|channel|>analysis<|message|>and on and on", "and on and on", ""),
+        (f"<|channel|>analysis<|message|>no end<|start|>assistant{FINAL}So", "no end", "So"),
+        ("<|channel|>analysis", "", "<|channel|>analysis"),
+        ("Plain.", "", "Plain."),
+    ],
+)
+def test_channels_are_reasoning_and_content(text: str, reasoning: str, content: str) -> None:
+    message = read(text, reasoning=False, name="harmony")
+    assert (message.reasoning, message.content) == (reasoning, content)
+
+
+def test_content_of_a_channel_comes_as_it_is_said() -> None:
+    reader = ChatParser(tool_format("harmony", ""), reasoning=False)
+    said = [reader.push(piece) for piece in (HARMONY[:-3], "ant", FINAL, "It ", "is <", "b> 42")]
+    assert [news.reasoning for news in said] == ["Why?", "", "", "", "", ""]
+    assert [news.content for news in said] == ["", "", "", "It ", "is ", "<b> 42"]
+
+
+def test_tokens_of_a_channel_of_reasoning_are_counted() -> None:
+    text = f"{HARMONY}{FINAL}So"
+    reader = ChatParser(tool_format("harmony", ""), reasoning=False)
+    reader.push(text)
+    reader.finish()
+    count = reader.reasoning_tokens(range(len(text)), lambda ids: text[: len(ids)])
+    assert text[:count].endswith("Why?<|end|>")
+
+
+def test_a_prefill_of_a_channel_stands_behind_its_header() -> None:
+    chosen = tool_format("harmony", "")
+    assert chosen is not None
+    reader = ChatParser(chosen, reasoning=False, forced=chosen.content_beginning, prefill="It")
+    reader.push(" is 42.<|return|>")
+    reader.finish()
+    assert reader.message.content == "It is 42."

@@ -247,3 +247,11 @@ def test_a_list_of_templates_without_names_is_a_wrong_setting(
 ) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read(tmp_path, chat_template=several)
+
+
+def test_a_template_that_puts_arguments_together_as_text_gets_them_as_text() -> None:
+    source = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    assert template(source).render(ChatRequest(TALK)) == 'add{"a": 12, "b": "<ü>"}'

@@ -103,6 +103,80 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("mistral", "[TOOL_CALLS]get_time[CALL_ID]VvvODy9mT[ARGS]{}", "", [TIME]),
     ("mistral", '[TOOL_CALLS]get_time{"in": "]["}', "", [("get_time", '{"in": "]["}')]),
+    (
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [WEATHER],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_time>\n</function>\n</tool_call>\n<tool_call><function=get_time>"
+        "</function></tool_call>",
+        "",
+        [TIME, TIME],
+    ),
+    ("qwen3_coder", "Now: <function=get_time>\n</function> so", "Now:so", [TIME]),  # tags left out
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=say>\n<parameter=text>\n\n a\n<tool_call> \n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        [("say", '{"text": "\\n a\\n<tool_call> \\n"}')],
+    ),
+    (
+        "glm45",
+        "Both.<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get_time\n</tool_call>",
+        "Both.",
+        [WEATHER, TIME],
+    ),
+    (
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Zürich</arg_value><arg_key>days"
+        "</arg_key><arg_value>2</arg_value></tool_call>",
+        "",
+        [WEATHER],
+    ),
+    (
+        "deepseek_v3",
+        "Both.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Zürich", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>'
+        "get_time\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Both.",
+        [WEATHER, TIME],
+    ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Zürich", "days": 2}'
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [WEATHER, TIME],
+    ),
+    (
+        "kimi_k2",
+        "Both.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "Zürich", "days": 2}<|tool_call_end|><|tool_call_begin|>'
+        "functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Both.",
+        [WEATHER, TIME],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Zürich", "days": 2}<|call|>',
+        "",
+        [WEATHER],
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.get_time"
+        "<|channel|>commentary json<|message|>{}<|call|>",
+        "I look.",
+        [TIME],
+    ),
+    ("harmony", "<|channel|>commentary to=functions.get_time<|message|>{}", "", [TIME]),
 ]
 
 NO_CALLS = [
@@ -145,6 +219,35 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]get_time[ARGS][1]"),
     ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
     ("mistral", '[{"name": "get_time", "arguments": {}}]'),
+    ("qwen3_coder", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'),
+    ("qwen3_coder", "<tool_call>\n<function=get_time>\n</function>\n"),  # never closed
+    ("qwen3_coder", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>\n1\n</function></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=f>text</function></tool_call>"),
+    ("glm45", "<tool_call>get_time"),
+    ("glm45", '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key></tool_call>"),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    ),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        "[]<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+    ("harmony", "Plain text without a header."),
+    ("harmony", "<|channel|>commentary to=functions.f"),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>print(1)"),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": 1'),
 ]
 
 
@@ -208,7 +311,10 @@ def test_reading_goes_on_where_a_broken_call_broke(
 def test_ids_look_as_the_templates_of_the_format_want_them() -> None:
     for name, response, _, calls in WELL_FORMED:
         ids = [call.call_id for call in read(name, response).tool_calls]
-        form = "[0-9a-z]{9}" if name == "mistral" else "call_[0-9a-f]{24}"
+        form = {
+            "mistral": "[0-9a-z]{9}",
+            "kimi_k2": r"functions\.\w+:\d",
+        }.get(name, "call_[0-9a-f]{24}")
         assert all(re.fullmatch(form, call_id) for call_id in ids)
         assert len(set(ids)) == len(calls)
 
@@ -250,6 +356,35 @@ def test_ids_differ_without_an_injected_source(length: int) -> None:
         ("mistral", "", "", '[TOOL_CALLS][{"name":', ' "get_time", "arguments": {}}]'),
         ("mistral", "[TOOL_CALLS]x[ARGS]", "get_time", "[TOOL_CALLS]get_time[ARGS]", "{}"),
         ("mistral", "[TOOL_CALLS]x[ARGS]", "", "[TOOL_CALLS]", "get_time[ARGS]{}"),
+        (
+            "qwen3_coder",
+            "",
+            "get_time",
+            "<tool_call>\n<function=get_time>",
+            "\n</function>\n</tool_call>",
+        ),
+        ("glm45", "", "get_time", "<tool_call>get_time\n", "</tool_call>"),
+        (
+            "deepseek_v3",
+            "",
+            "get_time",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>",
+            "{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        (
+            "kimi_k2",
+            "",
+            "get_time",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_time:",
+            "0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        (
+            "harmony",
+            "",
+            "get_time",
+            "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>",
+            "{}<|call|>",
+        ),
     ],
 )
 def test_a_forced_beginning_and_what_the_model_adds_are_one_call(
@@ -290,9 +425,20 @@ def test_a_forced_name_is_written_as_json() -> None:
         ),
         ('{{- "[TOOL_CALLS] [" }}{%- set out = tool_call.function|tojson %}', "mistral"),
         ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral"),
+        (
+            "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n<parameter=' }}",
+            "qwen3_coder",
+        ),
+        ("{{- '<tool_call>' + name + '\\n<arg_key>' }}", "glm45"),
+        (
+            "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}",
+            "deepseek_v3",
+        ),
+        ("{{- '<|tool_calls_section_begin|>' -}}", "kimi_k2"),
+        ("{{ '<|im_system|>tool_declare<|im_middle|>' -}}", "kimi_k2"),
+        ("{{- '<|start|>assistant<|channel|>final<|message|>' + text + '<|end|>' }}", "harmony"),
         # formats that are not in the table
-        ("{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n<parameter=' }}", None),
-        ("{{- '<tool_call>' + name + '\\n<arg_key>' }}", None),
+        ("{{- '<|message|>' }}", None),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
         ("", None),
     ],
@@ -313,6 +459,6 @@ def test_formats_are_found_by_name_and_an_unknown_one_is_refused() -> None:
     assert guessed is not None
     assert guessed.name == "hermes"
     with pytest.raises(
-        NotFound, match="pythonic; allowed: auto, none, hermes, llama3_json, mistral"
+        NotFound, match="pythonic; allowed: auto, none, deepseek_v3, glm45, harmony, hermes"
     ):
         tool_format("pythonic", "")

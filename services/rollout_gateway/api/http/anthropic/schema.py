@@ -30,6 +30,7 @@ from rollout_gateway.api.http.shapes import (
     TopK,
     by_type,
     joined_text,
+    strict_names,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
 from rollout_gateway.engines.sampling import MAX_STOPS
@@ -164,6 +165,7 @@ class AnthropicToolChoice(StrictShape):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
     def choice(self) -> ToolChoice:
         """As the gateway knows it. Raises FieldError for a tool without a name."""
@@ -217,7 +219,12 @@ class ConversationBody(StrictShape):
             )
 
         return ChatRequest(
-            tuple(messages), tuple(tool.shown() for tool in self.tools or ()), choice, prefill
+            tuple(messages),
+            tuple(tool.shown() for tool in self.tools or ()),
+            choice,
+            prefill,
+            strict_names(self.tools or ()),
+            one_call=bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use),
         )
 
     def _prefill(self, message: Message, choice: ToolChoice) -> str:

@@ -5,24 +5,24 @@ Owns which fields exist, their types and ranges; others are judged by beyond.py.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from rollout_gateway.api.http.beyond import CHAT, COMPLETIONS
 from rollout_gateway.api.http.bodies import FieldError
+from rollout_gateway.api.http.openai.forms import ResponseFormat, StructuredOutputs
 from rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Arguments,
     Content,
     FunctionShape,
-    JsonObject,
     Limit,
     NullIs,
     Off,
+    On,
     OpenShape,
     SampledBody,
     Several,
@@ -32,6 +32,7 @@ from rollout_gateway.api.http.shapes import (
     TopLogprobs,
     joined_text,
     stop_list,
+    strict_names,
     within,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
@@ -100,6 +101,8 @@ class GenerationBody(SampledBody):
         None, min_length=1, max_length=MAX_ALLOWED_TOKENS
     )
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: TopLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
     ignore_eos: Off = False  # go on after an end token
@@ -122,6 +125,27 @@ class GenerationBody(SampledBody):
             raise FieldError("stream_options", "needs a stream", seen="stream=false")
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "is not served in a stream", seen="stream=true")
+
+    def json_schema(self) -> str:
+        return "" if self.response_format is None else self.response_format.schema_text()
+
+    def structure(self) -> dict[str, Any]:
+        demand = self.structured_outputs
+        if demand is None:
+            return {}
+        if self.json_schema():
+            raise FieldError(
+                "structured_outputs", "goes with no response_format", seen="both", allowed="one"
+            )
+        return demand.parameters()
+
+    @property
+    def spelled(self) -> dict[str, str]:
+        """Fields that errors name otherwise."""
+        demand = self.structured_outputs
+        if demand is None or demand.json_demand is None:
+            return {}
+        return {"response_format": "structured_outputs.json"}
 
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
@@ -231,30 +255,6 @@ class NamedTool(OpenShape):
     function: NamedFunction
 
 
-class SchemaBody(OpenShape):
-    """A schema with a name, as response_format carries it."""
-
-    json_schema: JsonObject | None = Field(None, alias="schema")
-
-
-class ResponseFormat(OpenShape):
-    """What form the answer has to have."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: SchemaBody | None = None
-
-    def schema_text(self) -> str:
-        """The schema as JSON text; "{}" is any object, "" no demand."""
-        if self.type == "text":
-            return ""
-        named = (
-            self.json_schema.json_schema
-            if self.type == "json_schema" and self.json_schema
-            else None
-        )
-        return json.dumps(named or {})
-
-
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -265,7 +265,7 @@ class ChatBody(GenerationBody):
     top_logprobs: TopLogprobs | None = None
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: On = True
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -283,9 +283,6 @@ class ChatBody(GenerationBody):
                 "max_tokens", "says another limit than max_completion_tokens", seen=both[0]
             )
 
-    def json_schema(self) -> str:
-        return "" if self.response_format is None else self.response_format.schema_text()
-
     def request(self) -> ChatRequest:
         """As the gateway knows it."""
         choice = self.tool_choice
@@ -297,4 +294,6 @@ class ChatBody(GenerationBody):
             tuple(message.message() for message in self.messages),
             tuple(tool.function.shown() for tool in self.tools or ()),
             asked,
+            strict_tools=strict_names(tool.function for tool in self.tools or ()),
+            one_call=not self.parallel_tool_calls,
         )

@@ -33,6 +33,7 @@ from rollout_gateway.api.http.shapes import (
     by_type,
     joined_text,
     stop_list,
+    strict_names,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 
@@ -105,8 +106,6 @@ class FunctionKind(StrictShape):
 
 class FlatTool(FunctionShape, FunctionKind):
     """A function that the model may call."""
-
-    strict: bool | None = None
 
 
 class NamedFunctionTool(FunctionKind):
@@ -201,7 +200,13 @@ class ResponsesBody(SampledBody):
         else:
             asked = ToolChoice(choice or "auto")
         tools = tuple(tool.shown() for tool in self.tools or ())
-        return ChatRequest((*system, *before, *self.messages()), tools, asked)
+        return ChatRequest(
+            (*system, *before, *self.messages()),
+            tools,
+            asked,
+            strict_tools=strict_names(self.tools or ()),
+            one_call=not self.parallel_tool_calls,
+        )
 
 
 class _Turn:

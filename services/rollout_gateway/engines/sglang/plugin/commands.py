@@ -72,6 +72,7 @@ class SchedulerEngine:
         check_held(self._released)
         check_arm(request.forced_arm, plugin.arms.arms)
         check_capabilities("sglang", plugin.info.capabilities, request)
+        plugin.grammars.check(request.sampling)
         sequence, rid = plugin.admission.sequence(request), plugin.rid_for(request.request_id)
         tracked = plugin.requests[rid] = Tracked(sequence, plugin.versions.drafter, rid)
         key = plugin.cache_key(rid)

@@ -59,14 +59,17 @@ def finishing(
         return
     plugin.settle()
     tracked.sequence.copied = req.cached_tokens
-    plugin.take(tracked, req.output_ids)
+    if tracked.sequence.error:  # its grammar ends here: what was drawn since is not told
+        tracked.sequence.finish = Finish.ERROR
+    else:
+        plugin.take(tracked, req.output_ids)
     finish = tracked.sequence.finish
     if finish is None:
         return
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 
     req.finished_len = len(tracked.sequence.tokens) - len(tracked.request.response)
-    if finish is Finish.LENGTH:
+    if finish in (Finish.LENGTH, Finish.ERROR):
         req.finished_reason = FINISH_LENGTH(length=req.finished_len)
     else:
         req.finished_reason = FINISH_MATCHED_TOKEN(matched=tracked.sequence.tokens[-1])

@@ -35,6 +35,7 @@ from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import DrawnBy
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from rollout_gateway.engines.sglang.plugin.grammars import TreeGrammars, asks
 from rollout_gateway.engines.sglang.plugin.requests import cache_key
 from rollout_gateway.engines.sglang.plugin.sampling import PendingDraws, foreign_sampling
 from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
@@ -59,6 +60,7 @@ class Plugin:
 
     weights: PluginWeights
     admission: Admission
+    grammars: TreeGrammars
     scheduler: Any
     info: EngineInfo
 
@@ -113,6 +115,7 @@ class Plugin:
         config = read_config(Path(self.spec.model_dir))
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len)
         self.admission = Admission.of_model(config, Path(self.spec.model_dir), longest)
+        self.grammars = TreeGrammars(config, Path(self.spec.model_dir), self.rank, self.tp_group)
         capture.start(self)
         self.info = EngineInfo(
             config.vocab_size,
@@ -134,6 +137,8 @@ class Plugin:
     def _capabilities(self) -> frozenset[Capability]:
         capabilities = {
             Capability.PENALTIES: True,
+            Capability.JSON_SCHEMA: self.grammars.possible,
+            Capability.GRAMMARS: self.grammars.possible,
             Capability.CAPTURE: self.rows is not None,
             Capability.DRAFTER_UPDATE: self.weights.has_drafter,
             Capability.RELEASE_MEMORY: self.spec.memory_saver and self.scheduler.device == "cuda",
@@ -153,7 +158,8 @@ class Plugin:
         """The tokens AT `positions` [B * N] from logits [B * N, V], and whose they are [B].
 
         token_ids int64 [B, N] and parents: the nodes whose logits they are, see
-        models.penalties.node_counts.
+        models.penalties.node_counts. Of requests with a grammar both are changed, see
+        TreeGrammars.mask_.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
         sampling = [
@@ -166,6 +172,10 @@ class Plugin:
             [one for one in sampling for _ in range(nodes)],
             logits.device,
         )
+        if any(asks(one) for one in tracked):
+            self.settle()  # as below
+            firsts = positions.view(token_ids.shape)[:, 0].tolist()
+            self.grammars.mask_(tracked, logits, firsts, token_ids, parents)
         adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
         return draw(logits, positions.long(), params, adjusted), tracked
 
@@ -227,6 +237,7 @@ class Plugin:
         """Tell the last chunk of a request and forget it. `finish`: it ends before its own end."""
         tracked = self.requests.pop(rid)
         self._penalties.drop([tracked.sequence])
+        self.grammars.drop([tracked.sequence])
         self.tell([tracked.end(finish, error) if finish else tracked.sequence.chunk()])
         self._ended += tracked.sequence.speculation
         self._prompt_tokens += len(tracked.request.prompt)

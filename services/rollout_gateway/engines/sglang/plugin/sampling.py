@@ -223,7 +223,7 @@ def verify_hook(
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     positions = verify_input.positions.long()
-    candidates = verify_input.draft_token.view(size, nodes).long()
+    candidates = verify_input.draft_token.view(size, nodes).to(torch.int64, copy=True)
     lists = (verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
     parents = parents_of(*(part.view(size, nodes) for part in lists))
     drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, candidates, parents)

@@ -30,13 +30,13 @@ from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.checks import check_request
-from rollout_gateway.engines.embedded import grammars as grammars_module
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.nouns import Capability, Chunk, Finish, PauseMode, Request
+from rollout_gateway.engines.requests import grammars as grammars_module
 from rollout_gateway.engines.requests.json_schema import (
     MAX_SCHEMA_BYTES,
     MAX_SPACE,

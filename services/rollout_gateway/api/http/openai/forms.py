@@ -1,0 +1,68 @@
+"""What form an answer has to have, as OpenAI's and vLLM's bodies spell it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout_gateway.api.http.bodies import FieldError
+from rollout_gateway.api.http.shapes import JsonObject, StrictShape
+from rollout_gateway.engines.requests.structures import MAX_CHOICES
+
+
+class SchemaBody(BaseModel):
+    """A schema with a name, as response_format carries it."""
+
+    json_schema: JsonObject | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer has to have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: SchemaBody | None = None
+
+    def schema_text(self) -> str:
+        """The schema as JSON text; "{}" is any object, "" no demand."""
+        if self.type == "text":
+            return ""
+        named = (
+            self.json_schema.json_schema
+            if self.type == "json_schema" and self.json_schema
+            else None
+        )
+        return json.dumps(named or {})
+
+
+class StructuredOutputs(StrictShape):
+    """What the answer has to be, as vLLM spells it: one of these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_demand: JsonObject | str | None = Field(None, alias="json")  # a schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """As Sampling spells them. Raises FieldError unless exactly one is given."""
+        schema = self.json_demand
+        asked = [
+            ("json_schema", json.dumps(schema) if isinstance(schema, dict) else schema),
+            ("json_schema", "{}" if self.json_object else None),
+            ("regex", self.regex),
+            ("choice", self.choice),
+            ("grammar", self.grammar),
+        ]
+        given = [(name, value) for name, value in asked if value is not None]
+        if len(given) != 1 or not given[0][1]:
+            raise FieldError(
+                "structured_outputs",
+                "holds one demand that is not empty",
+                seen=", ".join(name for name, _ in given) or "none",
+                allowed="json, regex, choice, grammar or json_object",
+            )
+        return dict(given)

@@ -1,0 +1,98 @@
+"""Grammars by which a response has to call tools, or may: one of the tools offered, with arguments
+that match its schema, in the model's own spelling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import InternalError, InvalidInput
+from rollout_gateway.chat.tool_formats.base import NAME, Offered, Piece, ToolFormat
+from rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
+
+MORE_CALLS = 15
+"""Calls behind the first one in a response at most."""
+
+
+def offered(tools: Sequence[Mapping[str, Any]]) -> list[Offered]:
+    """Tools as requests carry them."""
+    functions = (tool["function"] for tool in tools)
+    return [Offered(str(one["name"]), one.get("parameters") or {}) for one in functions]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolGrammar:
+    """What calls of these tools look like to one model."""
+
+    tool_format: ToolFormat
+    tools: Sequence[Offered]
+    vocabulary: Vocabulary
+    several: bool = True  # whether a response may hold more than one call
+
+    def __post_init__(self) -> None:
+        for tool in self.tools:
+            if not NAME.fullmatch(tool.name):
+                raise InvalidInput(
+                    "tools: a call that follows a grammar needs a plain name",
+                    seen=tool.name[:80],
+                    allowed="letters, digits and _ . : / -",
+                )
+
+    def required(self, begun: str) -> str:
+        """A call and nothing else; `begun` is how the prompt begins it."""
+        rules = Rules(self.vocabulary)
+        return rules.grammar(self._calls(rules, begun))
+
+    def allowed(self, strict: Collection[str], after: str = "", answer: str = "") -> str:
+        """Any text with calls in it, of which those of `strict` tools match their schemas and the
+        others have any object.
+
+        after: text up to which the model reasons first. answer: a JSON schema that a response
+        without calls has to match; calls then stand at its beginning.
+        """
+        tools = [
+            tool if tool.name in strict else tool._replace(parameters={}) for tool in self.tools
+        ]
+        loose = ToolGrammar(self.tool_format, tools, self.vocabulary, self.several)
+        rules = Rules(self.vocabulary)
+        form = rules.json(json.loads(answer)) if answer else None
+        start = self.tool_format.woven(rules, loose._calls, form)
+        if after:
+            start = rules.sequence([rules.until(after, after), rules.space(), start])
+        return rules.grammar(start)
+
+    def _calls(self, rules: Rules, begun: str) -> Lark:
+        """Calls up to the end of their frame, without the text that has been said of them."""
+        frame = self.tool_format.frame
+        spelled = [self.tool_format.spelled(tool, rules) for tool in self.tools]
+        first = rules.either([_spelled(rules, [frame.before, *one], begun) for one in spelled])
+        parts = [first]
+        if self.several and frame.between is not None and len(begun) <= len(self._begun):
+            more = rules.either([_spelled(rules, [frame.between, *one]) for one in spelled])
+            parts.append(Lark(f"({more.text}){{0,{MORE_CALLS}}}"))
+        return rules.sequence([*parts, rules.text(frame.after)])
+
+    @property
+    def _begun(self) -> str:
+        """How a call of any tool begins: what is longer names one."""
+        return self.tool_format.beginning()
+
+
+def _spelled(rules: Rules, pieces: Sequence[Piece], begun: str = "") -> Lark:
+    merged: list[Piece] = [""]
+    for piece in pieces:
+        last = merged[-1]
+        if isinstance(piece, str) and isinstance(last, str):
+            merged[-1] = last + piece
+        else:
+            merged.append(piece)
+    head = merged[0]
+    if not (isinstance(head, str) and head.startswith(begun)):
+        raise InternalError("a forced beginning is not that of the call", seen=begun, allowed=head)
+    merged[0] = head[len(begun) :]
+    return rules.sequence(
+        rules.text(piece) if isinstance(piece, str) else piece for piece in merged
+    )

@@ -1,0 +1,134 @@
+"""The messages of gpt-oss: reasoning, content and calls of tools in channels, each message with a
+header of its own.
+
+A response begins behind `<|start|>assistant`. Written here and not taken from openai-harmony: that
+reads tokens by a vocabulary which it downloads when it starts, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from rollout_gateway.chat.tool_formats.base import (
+    CallFrame,
+    Calls,
+    Offered,
+    Piece,
+    SpelledCall,
+    ToolFormat,
+)
+from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+from rollout_gateway.chat.tool_formats.json_text import json_value
+from rollout_gateway.chat.tool_formats.lark import Lark, Rules
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_CONSTRAIN, _CALL, _END, _RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
+_ENDS = (_END, _CALL, _RETURN)
+_NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:/-]+)")
+_PLAIN = re.compile(r"[^<]+")
+_NEXT = f"{_END}{_START}assistant"
+Told = Callable[[str, str], None]
+"""Takes what kind of text comes, "reasoning" or "content", and the text."""
+
+
+class Harmony(ToolFormat):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; channel
+    analysis is reasoning, every other text content.
+    """
+
+    name = "harmony"
+    special_tokens = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+    markers = (_CHANNEL,)
+    frame = CallFrame(between=None)  # a call ends the response
+    channels = True
+    reasoning_marks = (f"{_CHANNEL}analysis", _END)
+    content_beginning = f"{_CHANNEL}final{_MESSAGE}"
+
+    def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
+        """One call, from its header on."""
+        header = yield from text.until(_MESSAGE)
+        named = _RECIPIENT.search(header)
+        if named is None:
+            raise Deviation
+        return [(yield from _call(text, named[1]))]
+
+    def messages(self, text: GrowingText, told: Told) -> Reading[list[SpelledCall]]:
+        """Text up to the next call, and the call; at the end of the response none.
+
+        What has no header, or is no call after all, is content as it stands.
+        """
+        before = ""
+        while (yield from text.peek()):
+            try:
+                header = yield from text.until(_MESSAGE)
+                named = _RECIPIENT.search(header)
+                if named is not None:
+                    return [(yield from _call(text, named[1]))]
+            except Deviation:
+                told("content", text.forget())
+                yield from _body(text, partial(told, "content"))
+                continue
+            text.forget()
+            channel = _NAMED_CHANNEL.search(header)
+            kind = "reasoning" if channel and channel[1] == "analysis" else "content"
+            if before == kind:
+                told(kind, "\n")
+            yield from _body(text, partial(told, kind))
+            before = kind
+
+        return []
+
+    def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
+        return [self.beginning(tool.name), rules.json(tool.parameters)]
+
+    def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
+        """Thoughts and preambles, then a call or the answer."""
+        said = rules.either(
+            rules.sequence([rules.text(f"{_CHANNEL}{name}{_MESSAGE}"), rules.until(_NEXT, _END)])
+            for name in ("analysis", "commentary")
+        )
+        form = answer or rules.free_text(self.special_tokens).whole
+        final = rules.sequence([rules.text(self.content_beginning), form])
+        last = rules.either([calls(rules, ""), final])
+        return rules.sequence([Lark(f"({said.text})*"), last])
+
+    def beginning(self, name: str = "") -> str:
+        """The end of the header only with a name: without one the model is to write it."""
+        head = f"{_CHANNEL}commentary to=functions.{name}"
+        return f"{head} {_CONSTRAIN}json{_MESSAGE}" if name else head
+
+
+def _call(text: GrowingText, name: str) -> Reading[SpelledCall]:
+    """Arguments and the end of the message, which may be the response's: what ends that is no text
+    for every engine.
+    """
+    yield from text.blanks()
+    if not (yield from text.at("{")):
+        raise Deviation
+    arguments = yield from json_value(text)
+    yield from text.blanks()
+    for end in _ENDS:
+        if (yield from text.at(end)):
+            text.take(len(end))
+            return SpelledCall(name, arguments)
+    if (yield from text.peek()):
+        raise Deviation
+    return SpelledCall(name, arguments)
+
+
+def _body(text: GrowingText, told: Callable[[str], None]) -> Reading[None]:
+    """Text up to the end of its message, told as it comes."""
+    while (yield from text.peek()):
+        for end in _ENDS:
+            if (yield from text.at(end)):
+                text.take(len(end))
+                text.forget()
+                return
+        if (yield from text.at(_START)):
+            return
+        text.take()
+        text.take_known(_PLAIN)
+        told(text.forget())

@@ -1,0 +1,69 @@
+"""Tool calls of Kimi-K2: between tokens of their own, each with an id that holds the name of the
+function and a number.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rollout_gateway.chat.tool_formats.base import (
+    NAME,
+    CallFrame,
+    Offered,
+    Piece,
+    SpelledCall,
+    ToolFormat,
+)
+from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+from rollout_gateway.chat.tool_formats.json_text import json_value
+from rollout_gateway.chat.tool_formats.lark import Rules
+
+_ALL, _ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_ONE, _ONE_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+class KimiK2(ToolFormat):
+    """`functions.NAME:NUMBER` and an object for each call; the template writes that id before a
+    tool's result, so it is the id that clients get.
+    """
+
+    name = "kimi_k2"
+    special_tokens = (_ALL, _ALL_END, _ONE, _ONE_END, _ARGUMENTS)
+    markers = (_ALL,)
+    frame = CallFrame(_ALL, "", _ALL_END)
+
+    def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
+        """All calls or none."""
+        yield from text.expect(_ALL)
+        calls: list[SpelledCall] = []
+        while True:
+            yield from text.blanks()
+            if calls and (yield from text.at(_ALL_END)):
+                text.take(len(_ALL_END))
+                return calls
+            calls.append((yield from _one(text)))
+
+    def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
+        number, arguments = rules.regex("[0-9]{1,4}"), rules.json(tool.parameters)
+        return [f"{_ONE}functions.{tool.name}:", number, _ARGUMENTS, arguments, _ONE_END]
+
+    def beginning(self, name: str = "") -> str:
+        return f"{_ALL}{_ONE}functions.{name}{':' if name else ''}"
+
+
+def _one(text: GrowingText) -> Reading[SpelledCall]:
+    yield from text.expect(_ONE)
+    yield from text.blanks()
+    call_id = yield from text.run(NAME)
+    named = _ID.fullmatch(call_id)
+    yield from text.blanks()
+    yield from text.expect(_ARGUMENTS)
+    yield from text.blanks()
+    if named is None or not (yield from text.at("{")):
+        raise Deviation
+    arguments = yield from json_value(text)
+    yield from text.blanks()
+    yield from text.expect(_ONE_END)
+    return SpelledCall(named[1], arguments, call_id)

@@ -1,0 +1,256 @@
+"""Arguments of a call that stand as text between tags: which JSON they are, by the tool's schema,
+and which text they may be for their JSON to match it.
+
+The spelling writes a string as it is and every other value as JSON, so that only the schema tells
+"42" from 42. Where it leaves that open, JSON wins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import InvalidInput
+from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+from rollout_gateway.chat.tool_formats.json_text import json_value
+from rollout_gateway.chat.tool_formats.lark import ANY_TEXT, Lark, Rules
+
+_KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+_FIRSTS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""How templates in Jinja spell what is no string, and models after them."""
+_UNIONS = ("anyOf", "oneOf")
+_SCALARS = {"string", "boolean", "null", "integer", "number"}
+_ABOUT = {"type", "title", "description", "default", "examples", "deprecated"}
+"""Keywords that narrow no scalar further than to its type."""
+_BEYOND = (
+    *_UNIONS,
+    *("allOf", "not", "if", "patternProperties", "propertyNames", "minProperties"),
+    *("maxProperties", "dependentRequired", "dependentSchemas"),
+)
+"""Keywords of an object that such a spelling cannot hold to."""
+_DEEPEST_REFERENCE = 20
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class Tags:
+    """How a spelling writes a parameter: text before its value, and behind it."""
+
+    def __init__(self, before: str, close: str, after: str = "") -> None:
+        """`before` holds a {} for the name; `close` ends the value wherever it stands, together
+        with `after`, which begins with it or with what precedes it.
+        """
+        self._before = before
+        self.close = close
+        self.end = after or close
+
+    def open(self, name: str) -> str:
+        """What stands before the value of a parameter."""
+        return self._before.replace("{}", name)
+
+    def holds(self, name: str) -> bool:
+        """Whether a name can stand there."""
+        return bool(name) and not set("<>\n\0") & set(name) and name == name.strip()
+
+
+class Parameters:
+    """What the arguments of one tool are."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._root = schema
+        self._object = self._resolved(schema)
+        found = self._object.get("properties")
+        self._properties: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+
+    def json(self, written: Mapping[str, str]) -> str:
+        """The arguments as a JSON object, from the text of each."""
+        members = (
+            f"{json.dumps(key, ensure_ascii=False)}: {self._value(key, text)}"
+            for key, text in written.items()
+        )
+        return f"{{{', '.join(members)}}}"
+
+    def _value(self, key: str, text: str) -> str:
+        kinds = self._kinds(self._properties.get(key, {}))
+        if kinds != {"string"}:
+            written = text.strip()
+            written = _PYTHON.get(written, written)
+            kind = _kind_of(written)
+            if kind not in ("", "string") and _fits(kind, kinds):
+                return written
+        return json.dumps(text, ensure_ascii=False)
+
+    # ---- grammar
+
+    def pieces(self, rules: Rules, tags: Tags) -> Lark:
+        """All arguments in the order of the schema, those that are not required perhaps.
+
+        Raises InvalidInput for a schema that cannot be held to in this spelling.
+        """
+        for keyword in _BEYOND:
+            if keyword in self._object:
+                raise _beyond(keyword, "an object with properties")
+        required = self._object.get("required", ())
+        names = [*self._properties, *(name for name in required if name not in self._properties)]
+        if not names:
+            closed = self._object.get("additionalProperties") is False
+            return Lark("") if closed else self._free(rules, tags)
+        parts = []
+        for name in names:
+            if not tags.holds(name):
+                raise _beyond(f"a parameter named {name[:40]!r}", "a name without tags in it")
+            one = rules.sequence(
+                [rules.text(tags.open(name)), self._spelled(name, rules, tags)],
+            )
+            parts.append(one if name in required else Lark(f"({one.text})?"))
+        return rules.sequence(parts)
+
+    @staticmethod
+    def _free(rules: Rules, tags: Tags) -> Lark:
+        before, after = tags.open("\0").split("\0")
+        one = rules.sequence(
+            [
+                rules.text(before),
+                rules.regex(r"[\w.-]+"),
+                rules.text(after),
+                rules.until(tags.end, tags.close),
+            ]
+        )
+        return rules.rule(f"({one.text})*")
+
+    def _spelled(self, name: str, rules: Rules, tags: Tags) -> Lark:
+        """The value of a parameter and the end of its tags."""
+        schema = self._resolved(self._properties.get(name, {}))
+        kinds = self._kinds(schema)
+        if kinds is None:
+            return rules.until(tags.end, tags.close)
+        if "string" not in kinds:
+            whole = {**schema, **{key: v for key, v in self._root.items() if key in _DEFINITIONS}}
+            return rules.sequence([rules.json(whole), rules.text(tags.end)])
+        if kinds == {"string"}:
+            return self._strings(name, schema, rules, tags)
+        self._check_union(name, schema, kinds)
+        return rules.until(tags.end, tags.close)
+
+    def _strings(self, name: str, schema: Mapping[str, Any], rules: Rules, tags: Tags) -> Lark:
+        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if texts is not None:
+            if not all(tags.close not in one for one in texts):
+                raise _beyond(f"{name}: a text that holds {tags.close}", "other texts")
+            return rules.either([rules.text(one + tags.end) for one in texts])
+        if unions := [key for key in (*_UNIONS, "allOf") if key in schema]:
+            raise _beyond(f"{name}: {unions[0]} of strings", "one form of string, or enum")
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        bodies = [f"(?s:.{{{least},{most}}})"] if least or most != "" else []
+        if "pattern" in schema:
+            bodies.append(_matching(name, str(schema["pattern"])))
+        return rules.until(tags.end, tags.close, *bodies)
+
+    def _check_union(self, name: str, schema: Mapping[str, Any], kinds: set[str]) -> None:
+        """Any text is fine where each type may be anything of its kind."""
+        branches = [self._resolved(one) for key in _UNIONS for one in schema.get(key, ())]
+        narrowed = any(one.keys() - _ABOUT for one in branches or [schema])
+        if branches and schema.keys() - _ABOUT - set(_UNIONS):
+            narrowed = True
+        if narrowed or kinds - _SCALARS:
+            raise _beyond(f"{name}: a string or something narrower", "types alone, no objects")
+
+    # ---- types
+
+    def _kinds(self, schema: object, depth: int = 0) -> set[str] | None:
+        """Types that a value may have; None: any."""
+        schema = self._resolved(schema)
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            return {_KINDS.get(type(value), "object") for value in values}
+        named = schema.get("type")
+        if isinstance(named, str):
+            return {named}
+        if isinstance(named, list):
+            return {str(one) for one in named}
+        for key in _UNIONS:
+            branches = schema.get(key)
+            if isinstance(branches, list) and depth < _DEEPEST_REFERENCE:
+                found = [self._kinds(one, depth + 1) for one in branches]
+                known = [one for one in found if one is not None]
+                return set().union(*known) if len(known) == len(found) else None
+        return None
+
+    def _resolved(self, schema: object) -> Mapping[str, Any]:
+        """The schema behind references to definitions of the same document; {} behind others."""
+        for _ in range(_DEEPEST_REFERENCE):
+            if not isinstance(schema, Mapping):
+                return {}
+            path = schema.get("$ref")
+            if not isinstance(path, str):
+                return schema
+            schema = _at(self._root, path)
+        return {}
+
+
+def _kind_of(text: str) -> str:
+    """Type of a JSON text; empty for no JSON. Read as calls in JSON are: no deeper, no more
+    lenient.
+    """
+    growing = GrowingText()
+    growing.push(text)
+    growing.ended = True
+    try:
+        _read(json_value(growing))
+        _read(growing.expect_end())
+    except Deviation:
+        return ""
+    first = text[:1]
+    if first in _FIRSTS:
+        return _FIRSTS[first]
+    return "number" if set(".eE") & set(text) else "integer"
+
+
+def _fits(kind: str, kinds: set[str] | None) -> bool:
+    if kinds is None or kind in kinds:
+        return True
+    if kind == "number":  # 1.0 is an integer as well
+        return "integer" in kinds and "string" not in kinds
+    return kind == "integer" and "number" in kinds
+
+
+def _read(reading: Reading[object]) -> None:
+    next(reading, None)
+
+
+def _at(root: Mapping[str, Any], path: str) -> object:
+    found: object = root
+    if not path.startswith("#"):
+        return None
+    for part in path.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _matching(name: str, pattern: str) -> str:
+    """A regular expression of the whole text for a pattern that is looked for in it."""
+    inner = re.sub(r"\\.", "", pattern, flags=re.DOTALL)  # without what is escaped
+    first, last = pattern.startswith("^"), inner.endswith("$")
+    if (first or last) and "|" in inner:
+        raise _beyond(f"{name}: a pattern with anchors and alternatives", "a pattern without one")
+    body = pattern[1 if first else 0 : len(pattern) - 1 if last else len(pattern)]
+    return f"{'' if first else ANY_TEXT}(?:{body}){'' if last else ANY_TEXT}"
+
+
+def _beyond(seen: str, allowed: str) -> InvalidInput:
+    return InvalidInput(
+        "tools: a schema that the model's spelling of calls cannot be held to",
+        seen=seen,
+        allowed=f"{allowed}; or tool_choice auto without strict",
+    )

@@ -1,0 +1,147 @@
+"""What a response has to be: JSON of a schema, a match of a regular expression, one of some texts,
+a sentence of a grammar, or calls of tools. Checks which, and turns it into llguidance's grammar.
+
+Imports no torch, and llguidance, which comes with the engine, only where a grammar is made: the
+gateway refuses by the same check. How a grammar is built, and in which bounds, is json_schema.py's
+and grammar_judge.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from paceline.errors import InvalidInput
+from rollout_gateway.engines.requests.json_schema import (
+    MAX_SCHEMA_BYTES,
+    check_json_schema,
+    grammar_of,
+    refused,
+)
+from rollout_gateway.engines.sampling import Sampling
+
+FIELDS = {
+    "json_schema": "response_format",
+    "regex": "structured_outputs.regex",
+    "choice": "structured_outputs.choice",
+    "grammar": "structured_outputs.grammar",
+    "tool_grammar": "tools",
+}
+"""Parameters of Sampling that say what a response has to be, as callers spell them."""
+MAX_CHOICES = 4096
+"""Texts to choose from at most."""
+MAX_TOOL_GRAMMAR_BYTES = 512 * 1024
+"""UTF-8 bytes of the grammar of all tools at most."""
+_GBNF = "::="
+"""Sign of a grammar in the notation of llama.cpp, which vLLM's examples use."""
+_SEEN = 80
+
+
+class Structure(NamedTuple):
+    """The one demand on a response. Hashable: what is built from it is kept by it."""
+
+    kind: str  # a key of FIELDS
+    text: str  # what was asked for; of a choice its texts as a JSON array
+
+    @property
+    def field(self) -> str:
+        """As callers spell it."""
+        return FIELDS[self.kind]
+
+    def refused(self, why: object) -> InvalidInput:
+        """The error for a demand that cannot be met."""
+        if self.kind == "json_schema":
+            return refused(why, self.text)
+        what = "need a grammar" if self.kind == "tool_grammar" else "asks for something"
+        return InvalidInput(
+            f"{self.field} {what} that cannot be followed: {why}", seen=self.text[:_SEEN]
+        )
+
+
+def beyond_json(sampling: Sampling) -> bool:
+    """Whether anything but a JSON schema is to be followed."""
+    return sampling.structured and not sampling.json_schema
+
+
+def structure_of(sampling: Sampling) -> Structure | None:
+    """What the response has to be; None when it is free.
+
+    Raises InvalidInput naming the field, also for two demands at once. Which of them work only
+    their grammar tells.
+    """
+    asked = [name for name in FIELDS if getattr(sampling, name)]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise InvalidInput(
+            f"{FIELDS[asked[1]]} goes with no other demand on the response",
+            seen=", ".join(FIELDS[name] for name in asked),
+            allowed="one of them",
+        )
+    kind = asked[0]
+    if kind == "choice":
+        found = Structure(kind, json.dumps(sampling.choice, ensure_ascii=False))
+    else:
+        found = Structure(kind, getattr(sampling, kind))
+    _check(found, sampling)
+    return found
+
+
+def structure_grammar(structure: Structure) -> str:
+    """llguidance's grammar, not yet built. Raises InvalidInput naming the field."""
+    from llguidance import LLMatcher
+
+    text = structure.text
+    match structure.kind:
+        case "json_schema":
+            return grammar_of(text, check_json_schema(text, ignore_eos=False))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(text))
+        case "choice":
+            spelled = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+            return "start: " + " | ".join(spelled)
+        case "grammar":
+            return _lark(structure)
+        case _:
+            return text
+
+
+def _check(found: Structure, sampling: Sampling) -> None:
+    if found.kind == "json_schema":
+        check_json_schema(found.text, ignore_eos=sampling.ignore_eos)
+        return
+    if sampling.ignore_eos:
+        raise InvalidInput(
+            f"{found.field}: a response ends where it is complete",
+            seen="ignore_eos=true",
+            allowed="ignore_eos=false",
+        )
+    try:
+        size = len(found.text.encode())
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise found.refused("it is no text") from error
+    most = MAX_TOOL_GRAMMAR_BYTES if found.kind == "tool_grammar" else MAX_SCHEMA_BYTES
+    if size > most:
+        raise InvalidInput(f"{found.field} is too large", seen=size, allowed=f"{most} bytes")
+    if len(sampling.choice) > MAX_CHOICES:
+        raise InvalidInput(
+            f"{found.field} has too many texts", seen=len(sampling.choice), allowed=MAX_CHOICES
+        )
+    if not all(sampling.choice):
+        raise InvalidInput(
+            f"{found.field} holds an empty text", seen="''", allowed="texts that are not empty"
+        )
+
+
+def _lark(structure: Structure) -> str:
+    text = structure.text
+    if text.lstrip().startswith("{"):
+        raise structure.refused("it is neither Lark nor GBNF")
+    if _GBNF not in text:
+        return text
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # its parser raises whatever it meets
+        raise structure.refused(f"its GBNF cannot be read: {error}") from error
