@@ -33,6 +33,7 @@ from rollout_gateway.engines.nouns import (
     MemoryTag,
     PauseMode,
     PrefixStats,
+    PromptScore,
     Request,
     RoundSplit,
     StageTime,
@@ -183,6 +184,14 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         time_to_first_token_s=message.time_to_first_token_s,
         matched_stop=message.matched_stop,
         stages=tuple(from_message(StageTime, one) for one in message.stages),
+        prompt_scores=tuple(
+            PromptScore(
+                one.logprob,
+                one.rank,
+                tuple(zip(one.top.token_ids, one.top.logprobs, strict=True)),
+            )
+            for one in message.prompt_scores
+        ),
     )
 
 

@@ -100,6 +100,7 @@ SAMPLING = every_field(
     seed=st.just(UNSEEDED) | st.integers(0, 2**64 - 1),
     top_p=ON,
     repetition_penalty=ON,
+    allowed_token_ids=st.sets(U32, max_size=3).map(lambda ids: tuple(sorted(ids))),
     logit_bias=st.dictionaries(U32, FLOATS).map(lambda bias: tuple(sorted(bias.items()))),
 )
 

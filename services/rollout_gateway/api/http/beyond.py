@@ -105,7 +105,13 @@ _OF_A_CALLER = _any(
 """Who asks, what is billed, where a cache may be found: nothing of it is in an answer."""
 _OF_COMPLETIONS = {
     **_OF_A_CALLER,
-    **_any("metadata", "store", "stream_options.include_obfuscation"),
+    **_any(
+        "metadata",
+        "store",
+        "stream_options.include_obfuscation",
+        "response_format.json_schema.name",
+        "response_format.json_schema.description",
+    ),
 }
 _CHAT_MESSAGES = _any(
     "messages[].refusal",
@@ -136,6 +142,7 @@ _SAMPLED: dict[str, Values] = {
     "return_tokens_as_token_ids": (False,),
     "no_stop_trim": (False,),
     "priority": (0,),
+    "response_format.json_schema.strict": (True, False),
 }
 """vLLM's and SGLang's own parameters at the values that switch them off."""
 
@@ -145,12 +152,9 @@ CHAT = Beyond(
         **_OF_COMPLETIONS,
         **_CHAT_MESSAGES,
         **_any(
-            "parallel_tool_calls",
             "prediction",
             "reasoning_effort",
             "verbosity",
-            "response_format.json_schema.name",
-            "response_format.json_schema.description",
         ),
     },
     {
@@ -161,7 +165,6 @@ CHAT = Beyond(
         "best_of": (1,),
         "separate_reasoning": (True,),
         "include_reasoning": (True,),
-        "response_format.json_schema.strict": (True, False),
     },
 )
 TOKENS = Beyond(_CHAT_MESSAGES, {**_CHAT_PARTS, "return_token_strs": (False,)})

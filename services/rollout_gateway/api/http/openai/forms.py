@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.shapes import JsonObject, StrictShape
+from rollout_gateway.api.http.shapes import JsonObject, OpenShape, StrictShape
 from rollout_gateway.engines.requests.structures import MAX_CHOICES
 
 
-class SchemaBody(BaseModel):
+class SchemaBody(OpenShape):
     """A schema with a name, as response_format carries it."""
 
     json_schema: JsonObject | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(OpenShape):
     """What form the answer has to have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -38,8 +38,6 @@ class ResponseFormat(BaseModel):
 
 class StructuredOutputs(StrictShape):
     """What the answer has to be, as vLLM spells it: one of these."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_demand: JsonObject | str | None = Field(None, alias="json")  # a schema, or its text
     regex: str | None = None
