@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def on_free_ports() -> Callable[[str], str]:
-    """What a reader types where the ports of the page are taken."""
+    """What a reader types where the ports of the page are taken, and sees on a terminal."""
     ports = free_ports(len(SERVICE_PORTS) + 1)
     own = {name: f"127.0.0.1:{port}" for name, port in zip(SERVICE_PORTS, ports, strict=False)}
     own["events"] = f"tcp://{own['events']}"
@@ -41,7 +41,7 @@ def on_free_ports() -> Callable[[str], str]:
         text = text.replace("127.0.0.1:7408", own["http"])
         text = text.replace("127.0.0.1:8000", f"127.0.0.1:{ports[-1]}")
         text = text.replace("--http-port 8000", f"--http-port {ports[-1]} --grpc-port 0")
-        return f"{text} {words}" if text.startswith("paceline up ") else text
+        return f"{text} --lines text {words}" if text.startswith("paceline up ") else text
 
     return typed
 

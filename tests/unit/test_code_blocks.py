@@ -15,7 +15,8 @@ from paceline.plugins import import_object
 
 PLAYED = {"README.md", "agents.md", "tutorial.md"}
 """Pages whose blocks follow from each other; tests/integration/test_pages.py plays them."""
-DRAWN = {"machine.md": "a drawing in a docstring, which .ci/docs copies as it is"}
+MADE = {"machine": "a drawing in a docstring", "cli": "usage lines"}
+"""Pages of .ci/docs with indented blocks that nobody runs, by their names without .md."""
 NO_CODE = ("text", "mermaid")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
@@ -44,7 +45,7 @@ def settings_are_taken(block: Block, folder: Path) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_or_says_why_not(block: Block, tmp_path: Path) -> None:
-    if block.page.name in DRAWN and not block.language:
+    if block.page.stem in MADE and not block.language:
         return
     assert block.language, f"{block}: an indented block has no language; write a fence"
     match block.how:

@@ -74,7 +74,7 @@ async def test_a_mixture_is_the_weighted_sum_and_keeps_its_parts(
 
 async def test_the_example_of_the_page_scores_as_the_page_says(mixed: Any) -> None:
     page = DOCS.read_text()
-    (example,) = re.findall(r"\n    (\[gateway\.rewards\.mixtures.*\n(?:    .*\n)+)", page)
+    (example,) = re.findall(r"```toml\n(\[gateway\.rewards\.mixtures.*?)```", page, re.DOTALL)
     table = tomllib.loads(example)["gateway"]["rewards"]["mixtures"]
     rules = mixed(table)
     (name,) = table
