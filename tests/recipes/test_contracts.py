@@ -98,7 +98,7 @@ PARAMETER = (
     Change(
         f"{G}/api/http/openai/schema.py",
         '    twin: Annotated[float, within("twin")] = 0.0\n',
-        '    min_p: Annotated[float, within("min_p")] = 0.0\n',
+        '    min_p: Annotated[float, within("min_p")',
     ),
     Change("libs/paceline/client/options.py", "    twin: float\n", "    min_p: float\n"),
     Change(

@@ -86,7 +86,7 @@ class Sampling:
     @property
     def adjusted(self) -> bool:
         """Whether anything changes the logits before the draw."""
-        return self.penalised or self.confined or bool(self.logit_bias)
+        return self.penalised or bool(self.logit_bias) or self.confined
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,3 +322,39 @@ def test_greedy_tokens_with_a_repetition_penalty_are_those_transformers_generate
             eos_token_id=None,
         )
         assert list(ended[number].token_ids) == said[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("drawn_ahead", [0, 2])
+def test_stops_are_forbidden_at_the_nodes_that_draw_a_token_before_min_tokens(
+    drawn_ahead: int,
+) -> None:
+    """A tree of depth 3 behind two tokens that were taken, and some that a device running ahead has
+    drawn: the root draws token number 2 + drawn_ahead.
+    """
+    asked = sequence(tokens=[5, 6], min_tokens=4, stop_token_ids=(3, 9))
+    stopping = RunningSequence(asked.request, frozenset({3, 9, 400}), 50, length=4, tokens=[5, 6])
+    free, logits = sequence(tokens=[5]), random_logits(2, 5)
+    tokens = torch.tensor([[6, 7, 8, 7, 4]] * 2)
+    parents = torch.tensor([[-1, 0, 0, 1, 3]] * 2)
+    depths = [0, 1, 1, 2, 3]
+    ahead = {0: [7] * drawn_ahead}
+    adjusted = Penalties().adjust([stopping, free], logits, tokens, parents, ahead=ahead)
+    assert adjusted is not None
+    assert torch.equal(adjusted[1], logits[1])
+    for node, depth in enumerate(depths):
+        early = 2 + drawn_ahead + depth < 4
+        for token in range(VOCAB):
+            forbidden = early and token in (3, 9)
+            value = float(adjusted[0, node, token])
+            assert value == (-torch.inf if forbidden else float(logits[0, node, token]))
+
+
+def test_bias_and_allowed_tokens_act_together() -> None:
+    row = sequence(tokens=[5], allowed_token_ids=(2, 7), logit_bias=((2, 3.0), (4, 100.0)))
+    logits = random_logits(1, 2)
+    adjusted = Penalties().adjust([row], logits, torch.zeros(1, 2, dtype=torch.int64))
+    assert adjusted is not None
+    assert torch.equal(adjusted[0, :, 2], logits[0, :, 2] + 3.0)
+    assert torch.equal(adjusted[0, :, 7], logits[0, :, 7])
+    others = [token for token in range(VOCAB) if token not in (2, 7)]
+    assert bool(adjusted[0][:, others].isneginf().all())
