@@ -16,7 +16,7 @@ from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.prompts import ChatPrompts, Held, Known
+from rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Held, Known
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.nouns import Capability
@@ -85,9 +85,7 @@ class Planner:
             digest=digests[-1],
             parser=prompt.parser,
         )
-        plans = await self._aside.run(
-            asked.size, lambda: self._drawn(asked, [plan], prompt.grammar)
-        )
+        plans = await self._aside.run(asked.size, lambda: self._drawn(asked, [plan], prompt))
         return self._within(session, plans, implicit=given is None)
 
     def _holds_calls(self, session: Session | None) -> bool:
@@ -134,18 +132,20 @@ class Planner:
         extended = tree.extended_by_tokens(ids) if tree is not None else None
         return Plan(ids, parent=extended[0] if extended is not None else None)
 
-    def _drawn(self, asked: Asked, plans: Sequence[Plan], tool_grammar: str = "") -> list[Plan]:
+    def _drawn(
+        self, asked: Asked, plans: Sequence[Plan], prompt: ChatPrompt | None = None
+    ) -> list[Plan]:
         """Every plan once a choice. Each has a name of its own, so that it can be rewarded.
 
-        tool_grammar: what its calls follow, and what it is in place of a JSON schema.
+        prompt: of a conversation.
         """
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
         for plan in plans:
             room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
             sampling = wire.sampling_from(asked.sampling(room))
-            if tool_grammar:
-                sampling = replace(sampling, json_schema="", tool_grammar=tool_grammar)
+            if prompt is not None:
+                sampling = _formed(sampling, prompt)
             check_request(ready, plan.prompt, sampling, asked.forced_arm)
             unseeded = sampling.seed == UNSEEDED
             for index in range(asked.count):
@@ -198,6 +198,13 @@ class Planner:
         except TrainabilityError:
             return Assignment(self._config.run.id, implicit=True, trainable=False)
         return Assignment(self._config.run.id, implicit=True)
+
+
+def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:
+    """With the grammar of its calls, which holds a JSON schema that was asked for."""
+    if prompt.grammar:
+        return replace(sampling, json_schema="", tool_grammar=prompt.grammar)
+    return replace(sampling, free_until=prompt.free_until) if sampling.structured else sampling
 
 
 def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:

@@ -49,6 +49,7 @@ class ChatPrompt:
     goes_on: bool  # they begin with those of the known turn
     parser: Callable[[], ChatParser]  # of one answer
     grammar: str = ""  # that the answer's calls of tools follow; empty: the model is free
+    free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
 class Held(NamedTuple):
@@ -96,9 +97,9 @@ class ChatPrompts:
                 prefill=request.prefill,
             )
 
-        return ChatPrompt(
-            ids, goes_on, parser, self._grammar(request, held or Held(), inside=inside)
-        )
+        grammar = self._grammar(request, held or Held(), inside=inside)
+        thinks = inside and not forced and not request.prefill
+        return ChatPrompt(ids, goes_on, parser, grammar, THOUGHT if thinks else "")
 
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """What the answer is read by; None: it is text."""

@@ -231,6 +231,18 @@ def thinking() -> Desk:
     return Desk(codec, vocab_size(codec))
 
 
+def test_an_answer_of_a_form_begins_behind_reasoning_that_the_prompt_opened(
+    thinking: Desk, desk: Desk
+) -> None:
+    for where, change, free_until in (
+        (thinking, {"regex": "a"}, "</think>"),
+        (thinking, {}, ""),
+        (desk, {"regex": "a"}, ""),
+    ):
+        (plan,) = chat(where, None, USER, **change)
+        assert plan.sampling.free_until == free_until
+
+
 def test_a_prompt_that_opens_thinking_is_led_out_of_it_for_a_forced_call(thinking: Desk) -> None:
     codec = thinking.engine.codec
     (plan,) = chat(thinking, None, USER, tools=TOOLS, tool_choice=ToolChoice("named", "add"))
