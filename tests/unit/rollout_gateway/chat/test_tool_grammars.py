@@ -152,7 +152,7 @@ def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
         tools = [tool for tool in TOOLS if asked in ("", tool.name)]
         begun = one.chosen.beginning(asked)
         grammar = ToolGrammar(one.chosen, tools, one.vocabulary).required(begun)
-        for seed in range(4 if asked else 10):
+        for seed in range(4 if asked else 20):
             text = one.says(grammar, seed)
             if text is None:
                 continue
