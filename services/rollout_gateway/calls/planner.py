@@ -201,7 +201,10 @@ class Planner:
 
 
 def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:
-    """With the grammar of its calls, which holds a JSON schema that was asked for."""
+    """With the grammar of its calls, which holds a JSON schema that was asked for, and its ends."""
+    if prompt.stop_ids and not sampling.ignore_eos:
+        stops = (*sampling.stop_token_ids, *prompt.stop_ids)
+        sampling = replace(sampling, stop_token_ids=stops)
     if prompt.grammar:
         return replace(sampling, json_schema="", tool_grammar=prompt.grammar)
     return replace(sampling, free_until=prompt.free_until) if sampling.structured else sampling
