@@ -16,7 +16,7 @@ from rollout_gateway.calls.aside import LargeRequests
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.prompts import ChatPrompts, Held, Known
+from rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Held, Known
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.nouns import Capability
@@ -91,7 +91,7 @@ class Planner:
         )
         plan, run_temperature = self._cut(asked, plan), self._own(session, implicit=given is None)
         plans = await self._aside.run(
-            asked.size, lambda: self._drawn(asked, [plan], run_temperature, prompt.grammar)
+            asked.size, lambda: self._drawn(asked, [plan], run_temperature, prompt)
         )
         return self._within(session, plans, implicit=given is None)
 
@@ -176,19 +176,19 @@ class Planner:
         asked: Asked,
         plans: Sequence[Plan],
         run_temperature: float | None,
-        tool_grammar: str = "",
+        prompt: ChatPrompt | None = None,
     ) -> list[Plan]:
         """Every plan once a choice. Each has a name of its own, so that it can be rewarded.
 
-        tool_grammar: what its calls follow, and what it is in place of a JSON schema.
+        prompt: of a conversation.
         """
         ready, single = self._ready(), len(plans) * asked.count == 1
         drawn: list[Plan] = []
         for plan in plans:
             room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
             sampling = wire.sampling_from(asked.sampling(room))
-            if tool_grammar:
-                sampling = replace(sampling, json_schema="", tool_grammar=tool_grammar)
+            if prompt is not None:
+                sampling = _formed(sampling, prompt)
             changed: tuple[str, ...] = ()
             if run_temperature is not None:
                 sampling, changed = overridden(sampling, run_temperature)
@@ -252,6 +252,16 @@ class Planner:
         except TrainabilityError:
             return replace(about, trainable=False)
         return about
+
+
+def _formed(sampling: Sampling, prompt: ChatPrompt) -> Sampling:
+    """With the grammar of its calls, which holds a JSON schema that was asked for, and its ends."""
+    if prompt.stop_ids and not sampling.ignore_eos:
+        stops = (*sampling.stop_token_ids, *prompt.stop_ids)
+        sampling = replace(sampling, stop_token_ids=stops)
+    if prompt.grammar:
+        return replace(sampling, json_schema="", tool_grammar=prompt.grammar)
+    return replace(sampling, free_until=prompt.free_until) if sampling.structured else sampling
 
 
 def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:

@@ -49,6 +49,8 @@ class ChatPrompt:
     goes_on: bool  # they begin with those of the known turn
     parser: Callable[[], ChatParser]  # of one answer
     grammar: str = ""  # that the answer's calls of tools follow; empty: the model is free
+    stop_ids: tuple[int, ...] = ()  # tokens that end the answer, besides the model's
+    free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
 class Held(NamedTuple):
@@ -68,6 +70,8 @@ class ChatPrompts:
         self._reasoning = known or config.reasoning == "think"
         self._content_beginning = self._format.content_beginning if self._format else ""
         self._vocabulary = Vocabulary(codec.added_tokens)
+        ends = self._format.ends if self._format else ()
+        self._stop_ids = tuple(codec.added_tokens[end] for end in ends if end in codec.added_tokens)
 
     def prompt(
         self,
@@ -96,9 +100,9 @@ class ChatPrompts:
                 prefill=request.prefill,
             )
 
-        return ChatPrompt(
-            ids, goes_on, parser, self._grammar(request, held or Held(), inside=inside)
-        )
+        grammar = self._grammar(request, held or Held(), inside=inside)
+        thinks = inside and not forced and not request.prefill
+        return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, THOUGHT if thinks else "")
 
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """What the answer is read by; None: it is text."""

@@ -61,6 +61,7 @@ class Sampling:
     choice: tuple[str, ...] = ()  # the response is one of these
     grammar: str = ""  # of the response: Lark or GBNF
     tool_grammar: str = ""  # Lark, made from the tools offered: calls follow it
+    free_until: str = ""  # text behind which the response has to be all that
 
     @property
     def scored(self) -> bool:

@@ -28,7 +28,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.api.http.beyond import Beyond
 from rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 
-_STRUCTURED = {"json_schema", "regex", "choice", "grammar", "tool_grammar"}
+_STRUCTURED = {"json_schema", "regex", "choice", "grammar", "tool_grammar", "free_until"}
 _SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "prompt_logprobs"} | _STRUCTURED
 _PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
 """Sampling parameters that bodies spell as they are spelled everywhere."""

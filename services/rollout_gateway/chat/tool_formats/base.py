@@ -69,6 +69,8 @@ class ToolFormat(ABC):
 
     channels: bool = False
     """Whether every response is written in it, with tools or without."""
+    ends: tuple[str, ...] = ()
+    """Tokens that end a response, where the model's own list of them is shorter."""
     content_beginning: str = ""
     """What stands before content; where it is forced, it begins the response."""
     frame: CallFrame = CallFrame(between="\n")

@@ -44,6 +44,7 @@ class Harmony(ToolFormat):
     markers = (_CHANNEL,)
     frame = CallFrame(between=None)  # a call ends the response
     channels = True
+    ends = (_CALL, _RETURN)
     reasoning_marks = (f"{_CHANNEL}analysis", _END)
     content_beginning = f"{_CHANNEL}final{_MESSAGE}"
 

@@ -35,7 +35,6 @@ class FreeText(NamedTuple):
 
     before: Lark  # of it what ends in a token, so that a text may begin behind it
     whole: Lark
-    text: str  # the terminal of its text
     never: str  # what that may not hold, as the end of a terminal
 
 
@@ -99,8 +98,8 @@ class Rules:
         return self.sequence([found, self.text("".join(rest))])
 
     def free_text(self, markers: Sequence[str]) -> FreeText:
-        """Any text, with the added tokens that are no markers. Only the first marker
-        can be come to; the others do not stand in the text.
+        """Any text, with the added tokens that are no markers. Only the first marker can be come
+        to; the others do not stand in the text.
         """
         closed = {self._vocabulary.added.get(marker) for marker in markers}
         tokens = sorted(set(self._vocabulary.added.values()) - closed)
@@ -111,7 +110,7 @@ class Rules:
         self._lines.append(f"{name}: /(?s:.+)/{never}")
         # A text is never cut but by a token: behind a cut it might go on to what it may not hold.
         before = self.rule(f"({name}? <[{','.join(map(str, tokens))}]>)*") if tokens else Lark("")
-        return FreeText(before, self.sequence([before, Lark(f"{name}?")]), name, never)
+        return FreeText(before, self.sequence([before, Lark(f"{name}?")]), never)
 
     def behind(self, marker: str, body: str) -> Lark:
         """A marker, behind text that matches or nothing."""

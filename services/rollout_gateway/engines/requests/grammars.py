@@ -164,9 +164,11 @@ class GrammarMasks:
         return built.deep_copy()
 
     def _build(self, structure: Structure) -> LLMatcher:
-        grammar = structure_grammar(structure)
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._path, self._vocab, self._eos)
+        ids = self._tokenizer.tokenize_str(structure.after)
+        whole = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
+        grammar = structure_grammar(structure, ids[0] if whole else None)
         if fault := self._agreed(structure, grammar):
             raise GrammarFault(fault)
         return build_matcher(self._tokenizer, grammar)

@@ -42,6 +42,7 @@ class Structure(NamedTuple):
 
     kind: str  # a key of FIELDS
     text: str  # what was asked for; of a choice its texts as a JSON array
+    after: str = ""  # text up to which the response is free
 
     @property
     def field(self) -> str:
@@ -80,15 +81,24 @@ def structure_of(sampling: Sampling) -> Structure | None:
         )
     kind = asked[0]
     if kind == "choice":
-        found = Structure(kind, json.dumps(sampling.choice, ensure_ascii=False))
+        text = json.dumps(sampling.choice, ensure_ascii=False)
     else:
-        found = Structure(kind, getattr(sampling, kind))
+        text = getattr(sampling, kind)
+    found = Structure(kind, text, sampling.free_until)
     _check(found, sampling)
     return found
 
 
-def structure_grammar(structure: Structure) -> str:
-    """llguidance's grammar, not yet built. Raises InvalidInput naming the field."""
+def structure_grammar(structure: Structure, after_token: int | None = None) -> str:
+    """llguidance's grammar, not yet built. Raises InvalidInput naming the field.
+
+    after_token: the one that stands for the whole of `after`, if there is one.
+    """
+    grammar = _demanded(structure)
+    return _behind(structure.after, after_token, grammar) if structure.after else grammar
+
+
+def _demanded(structure: Structure) -> str:
     from llguidance import LLMatcher
 
     text = structure.text
@@ -104,6 +114,24 @@ def structure_grammar(structure: Structure) -> str:
             return _lark(structure)
         case _:
             return text
+
+
+def _behind(after: str, token: int | None, grammar: str) -> str:
+    """The grammar behind free text, its end and a little white space."""
+    inner = (
+        json.loads(grammar)["grammars"]
+        if grammar.lstrip().startswith("{")
+        else [{"lark_grammar": grammar}]
+    )
+    inner[0] = {**inner[0], "name": "answer"}
+    as_token = f" | TEXT? <[{token}]>" if token is not None else ""
+    lines = (
+        f"start: (ended{as_token}) SPACE? @answer",
+        f"ended[lazy]: /(?s:.*)/ {json.dumps(after, ensure_ascii=False)}",
+        "TEXT: /(?s:.+)/",
+        r"SPACE: /[ \t\r\n]{1,20}/",
+    )
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": "\n".join(lines)}, *inner]})
 
 
 def _check(found: Structure, sampling: Sampling) -> None:

@@ -231,6 +231,35 @@ def thinking() -> Desk:
     return Desk(codec, vocab_size(codec))
 
 
+def test_an_answer_of_a_form_begins_behind_reasoning_that_the_prompt_opened(
+    thinking: Desk, desk: Desk
+) -> None:
+    for where, change, free_until in (
+        (thinking, {"regex": "a"}, "</think>"),
+        (thinking, {}, ""),
+        (desk, {"regex": "a"}, ""),
+    ):
+        (plan,) = chat(where, None, USER, **change)
+        assert plan.sampling.free_until == free_until
+
+
+def test_an_answer_in_channels_ends_with_a_call_whatever_the_model_lists() -> None:
+    codec = codec_of(byte_level(["<|call|>", "<|im_start|>", "<|im_end|>"]), chat_template=CHATML)
+    where = Desk(codec, vocab_size(codec), chat={"tool_format": "harmony"})
+    call = codec.added_tokens["<|call|>"]
+    for change, stops in (
+        ({}, (call,)),
+        ({"stop_token_ids": [9]}, (9, call)),
+        ({"ignore_eos": True}, ()),
+    ):
+        (plan,) = chat(where, None, USER, **change)
+        assert plan.sampling.stop_token_ids == stops
+    ((_, *said),) = [codec.encode_piece("x<|channel|>commentary to=f<|message|>{}<|call|>")]
+    piece = where.answer(plan, Saying(tuple(said)))
+    assert piece.message is not None
+    assert [one.name for one in piece.message.tool_calls] == ["f"]
+
+
 def test_a_prompt_that_opens_thinking_is_led_out_of_it_for_a_forced_call(thinking: Desk) -> None:
     codec = thinking.engine.codec
     (plan,) = chat(thinking, None, USER, tools=TOOLS, tool_choice=ToolChoice("named", "add"))

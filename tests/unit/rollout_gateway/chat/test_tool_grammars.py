@@ -31,7 +31,7 @@ from rollout_gateway.chat.tool_formats import (
 
 TOKENIZER = Path(__file__).parents[4] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 EOS = 1
-LIMIT = 600
+LIMIT = 400
 """Tokens of a walk at most."""
 STYLES = {  # format -> pieces of templates that tell how it is spelled
     "mistral": ["", "[TOOL_CALLS] [", "[TOOL_CALLS]x[ARGS]"],
@@ -152,7 +152,7 @@ def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
         tools = [tool for tool in TOOLS if asked in ("", tool.name)]
         begun = one.chosen.beginning(asked)
         grammar = ToolGrammar(one.chosen, tools, one.vocabulary).required(begun)
-        for seed in range(6 if asked else 12):
+        for seed in range(4 if asked else 20):
             text = one.says(grammar, seed)
             if text is None:
                 continue
@@ -163,7 +163,7 @@ def test_a_required_or_named_call_is_a_valid_call_and_nothing_else(
                 assert [call.name for call in message.tool_calls] == [asked]
             counts.append(len(message.tool_calls))
     assert min(counts) == 1
-    assert len(counts) > 18
+    assert len(counts) > 14
     assert name == "harmony" or max(counts) > 1
 
 

@@ -89,7 +89,7 @@ def test_a_required_call_is_valid_in_every_format_and_the_same_with_drafts(
     begun = chosen.beginning()
     calls = ToolGrammar(chosen, [TOOL], Vocabulary(CODEC.added_tokens), several=False)
     grammar = calls.required(begun)
-    requests = [ask(seed, f"12+35={begun}", tool_grammar=grammar) for seed in range(3)]
+    requests = [ask(seed, f"12+35={begun}", tool_grammar=grammar) for seed in range(2)]
     plain = run(engine, requests, "off")
     for chunk in plain:
         assert (chunk.finish, chunk.error) == (Finish.STOP, "")
@@ -162,6 +162,32 @@ def test_a_regex_holds_for_the_whole_response_with_anchors_or_without(engine: An
     for number, regex in enumerate(("[a-c]{2}/[0-9]+", "^[a-c]{2}/[0-9]{1,3}$")):
         (chunk,) = run(engine, [ask(number, regex=regex)], "")
         assert re.fullmatch(regex, CODEC.decode(chunk.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("demand", "form"),
+    [
+        ({"json_schema": '{"enum": [7, 8]}'}, "7|8"),
+        ({"regex": "[0-9]{2}"}, "[0-9]{2}"),
+        ({"choice": ("7", "88")}, "7|88"),
+        ({"grammar": 'start: "<" /[0-9]/ ">"'}, "<[0-9]>"),
+        ({"grammar": 'root ::= "<" [0-9] ">"'}, "<[0-9]>"),
+    ],
+)
+def test_a_response_is_free_up_to_a_text_and_has_its_form_behind_it(
+    masks: GrammarMasks, demand: dict[str, Any], form: str
+) -> None:
+    asked = ask(1, **demand, free_until="</t>")
+    sequence = RunningSequence(asked, frozenset({EOS}), 200)
+    assert len(allowed_after(masks, sequence, [])) > 100
+    sequence.tokens.extend(CODEC.encode_piece("any 9 <t></t>"))
+    said = ""
+    while (may := allowed_after(masks, sequence, [])) != {"<eos>"}:
+        letter = min(one for one in may if one.strip() and one != "<eos>")
+        said += letter
+        sequence.tokens.extend(CODEC.encode_piece(letter))
+    assert re.fullmatch(form, said)
+    masks.drop([sequence])
 
 
 # ---- draws that a device has made ahead of what a response holds
