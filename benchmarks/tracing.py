@@ -166,7 +166,12 @@ def _check_equal(found: Mapping[str, TracedTurn]) -> None:
 def span_cpu_s(folder: Path) -> float:
     """CPU seconds of a span with the attributes of a stage, until its line is in the file."""
     telemetry.setup("bench", TelemetryConfig(spans_dir=str(folder), log_level="error"))
-    about = {names.WORKER: 0, names.TOKENS: 7, names.BUSY_S: 0.1, names.ARM: "off"}
+    about: telemetry.Attributes = {
+        names.WORKER: 0,
+        names.TOKENS: 7,
+        names.BUSY_S: 0.1,
+        names.ARM: "off",
+    }
     began = time.process_time()
     for number in range(SPANS_ALONE):
         with telemetry.span(names.ENGINE_REQUEST, about):
