@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.result import Ratio, paired_ratio
-from benchmarks.tracing import ENVIRONMENTS, cost_goal
+from benchmarks.tracing import ENVIRONMENTS, SPANS_ALONE, cost_goal, span_cpu_s
 from paceline.local.patience import patient
+from paceline.report.spans import read_spans
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,11 @@ def test_an_overhead_of_two_percent_is_seen_through_noise() -> None:
     noise = [1 + 0.004 * (-1) ** number for number in range(12)]
     traced = [1.02 * one for one in noise]
     assert cost_goal("CPU time", paired_ratio(traced, noise[::-1])).met is False
+
+
+def test_a_span_alone_is_measured_with_its_line_in_the_file(tmp_path: Path) -> None:
+    assert 1e-6 < span_cpu_s(tmp_path) < 5e-3
+    assert sum(1 for _ in read_spans(tmp_path)) == SPANS_ALONE
 
 
 @pytest.mark.slow
