@@ -36,7 +36,7 @@ def exactness_table(history: RunHistory) -> str:
     paths += [path for path in history.beyond if path not in paths]
     if not paths:
         return empty("no token was audited: policy_trainer.audit.share draws the sample")
-    names = ("path", "what it is", "state")
+    names = ("path", "state", "what it is")
     head = "".join(f"<th>{name}</th>" for name in names)
     figures = ("tokens", "mean gap", "99th percentile", "bounds")
     head += "".join(f'<th class="n">{name}</th>' for name in figures)
@@ -54,7 +54,7 @@ def _row(history: RunHistory, path: str) -> str:
         tokens, mean, upper = (found.get(name, 0) for name in ("tokens", "mean", "upper"))
         state = f"beyond its bound, in step {int(found['step']) + 1}"
         bounds = f"{number(found.get('mean_bound', 0))}, {number(found.get('upper_bound', 0))}"
-    words = [path, _meaning(path), state]
+    words = [path, state, _meaning(path)]
     cells = "".join(f"<td>{escape(word)}</td>" for word in words)
     shown = [f"{int(tokens):,}", f"{mean:.2g}", f"{upper:.2g}", bounds]
     cells += "".join(f'<td class="n">{value}</td>' for value in shown)

@@ -13,6 +13,7 @@ from paceline.local.patience import patient
 from paceline.models.config import check_model
 from paceline.ranks.messages import Failed
 from paceline.v1 import policy_pb2 as pb
+from policy_trainer.audit import AuditCell, AuditState, PathVerdict
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.driver import News, PolicyDriver
 from policy_trainer.messages import (
@@ -64,12 +65,15 @@ async def test_a_step_on_fewer_slots_than_ranks_is_refused(tmp_path: Path) -> No
         await anext(servicer.TrainStep(pb.TrainStepRequest(slots=[0]), None))
 
 
+BEYOND = PathVerdict("reused", 300, 0.5, 2.0, 0.0005, 0.005)
+
+
 def test_every_field_of_the_news_of_a_step_is_sent() -> None:
     batch = BatchFacts(8, 90, {"stale": 1}, {"0": 7, "2": 1}, 1, 0.5, 0.25, "ab")
     figures = StepFacts({"loss": 0.1, "behavior_k3": 0.7}, 0.6, 2, 1)
     news: list[News] = [
         Batched(4, batch),
-        Stepped(4, Progress(8, 7, 128, 0, batch, figures)),
+        Stepped(4, Progress(8, 7, 128, 0, batch, figures, beyond=(BEYOND,))),
         Pushed(4, 8, 100, 0.5, "cd", replaced=True),
     ]
     for one in news:
@@ -79,6 +83,7 @@ def test_every_field_of_the_news_of_a_step_is_sent() -> None:
         assert listed == set(sent.DESCRIPTOR.fields_by_name)
     stepped = _response(news[1]).stepped
     assert (stepped.figures["loss"], stepped.reward_mean) == (0.1, 0.5)
+    assert (stepped.beyond[0].path, stepped.beyond[0].upper_bound) == ("reused", 0.005)
 
 
 def test_messages_and_errors_come_back_as_they_went() -> None:
@@ -88,7 +93,9 @@ def test_messages_and_errors_come_back_as_they_went() -> None:
     back = MESSAGES.decode(MESSAGES.encode(train))
     assert isinstance(back, Train)
     assert (back.sender, [tuple(group) for group in back.groups]) == (train.sender, train.groups)
-    stepped = Stepped(4, Progress(8, 7, 128, 0, BatchFacts(dropped={"stale": 1})))
+    audit = AuditState({"cell": AuditCell(3, 0.5, {"7": 3})}, {"other": True}, ("reused",))
+    batch = BatchFacts(dropped={"stale": 1})
+    stepped = Stepped(4, Progress(8, 7, 128, 0, batch, audit=audit, beyond=(BEYOND,)))
     assert MESSAGES.decode(MESSAGES.encode(stepped)) == stepped
     error = Failed.of(4, WeightsError("no", reason="STEP_ORDER", seen=1, allowed=2)).error()
     assert isinstance(error, WeightsError)
