@@ -241,7 +241,9 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/v1/completions": ({**SAMPLED, "prompt": "Hi"}, {"prompt": [[1, 2], [3]]}, {"prompt": ["a"]}),
     "/v1/chat/completions": (CHAT,),
     "/v1/messages": (ANTHROPIC,),
-    "/v1/messages/count_tokens": (ANTHROPIC,),
+    "/v1/messages/count_tokens": (
+        {name: value for name, value in ANTHROPIC.items() if name != "max_tokens"},
+    ),
     "/v1/responses": (
         {"input": ITEMS, "tools": [{"type": "function", **TOOL}], "metadata": {"a": "b"}},
     ),

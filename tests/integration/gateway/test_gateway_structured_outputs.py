@@ -79,12 +79,12 @@ async def test_an_answer_has_the_form_that_was_asked_for(
     extra = {"structured_outputs": demand}
     who = client(gateway)
     spoken = await who.chat.completions.create(
-        model="any", messages=ASK, max_tokens=150, extra_body=extra, seed=3
+        model="policy_start", messages=ASK, max_tokens=150, extra_body=extra, seed=3
     )
     assert spoken.choices[0].finish_reason == "stop"
     assert re.fullmatch(form, spoken.choices[0].message.content or "")
     told = await who.completions.create(
-        model="any", prompt="48:36=", max_tokens=150, extra_body=extra, seed=4, n=2
+        model="policy_start", prompt="48:36=", max_tokens=150, extra_body=extra, seed=4, n=2
     )
     assert all(re.fullmatch(form, choice.text) for choice in told.choices)
 
@@ -92,7 +92,7 @@ async def test_an_answer_has_the_form_that_was_asked_for(
 async def test_completions_take_a_response_format(gateway: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
     told = await client(gateway).completions.create(
-        model="any", prompt="1=", max_tokens=150, extra_body={"response_format": form}, seed=2
+        model="policy_start", prompt="1=", max_tokens=150, extra_body={"response_format": form}, seed=2
     )
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(told.choices[0].text))
 
@@ -103,7 +103,7 @@ async def test_a_call_that_is_asked_for_is_made_with_valid_arguments(
     gateway: Served, choice: Any, stream: bool
 ) -> None:
     asked: dict[str, Any] = {
-        "model": "any",
+        "model": "policy_start",
         "messages": ASK,
         "tools": TOOLS,
         "tool_choice": choice,

@@ -126,7 +126,6 @@ _CHAT_MESSAGES = _any(
     "messages[].tool_calls[].function.parsed_arguments",
     "tools[].cache_control",
     "tools[].function.cache_control",
-    "tools[].function.strict",
 )
 """What clients send back with a history, and marks for caches of prompts."""
 _CHAT_PARTS: dict[str, Values] = {

@@ -120,7 +120,7 @@ def judged(kind: type[B], raw: bytes | Mapping[str, object]) -> tuple[B, tuple[s
             given = given[:SEEN_CHARACTERS]
         seen = _SEEN.repr(given)[:SEEN_CHARACTERS]
         raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from None
-    return body, tuple(sorted({*kind.beyond.judge(body), *body.unheeded()}))
+    return body, kind.beyond.judge(body)
 
 
 def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:

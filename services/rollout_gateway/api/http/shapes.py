@@ -55,7 +55,9 @@ class OpenShape(BaseModel):
     """Of a body: what it may hold besides its fields."""
 
     def unheeded(self) -> Sequence[str]:
-        """Fields of a body that it shows again in its answer and that change nothing else."""
+        """Fields of a body that ask for a form of the tools' calls, where nothing holds them to
+        it.
+        """
         return ()
 
 
@@ -284,6 +286,17 @@ class FunctionShape(StrictShape):
             "type": "function",
             "function": {key: value for key, value in about.items() if value is not None},
         }
+
+
+def loose_tools(
+    tools: Iterable[FunctionShape] | None, strict: str, one_call: str
+) -> tuple[str, ...]:
+    """What of a request nobody heeds where no grammar holds the calls: `strict`, the path of the
+    field, if a tool has it; `one_call`, if it is a path. Without tools there is nothing to heed.
+    """
+    asked = list(tools or ())
+    found = {strict: any(tool.strict for tool in asked), one_call: bool(asked and one_call)}
+    return tuple(name for name, there in found.items() if there)
 
 
 def strict_names(tools: Iterable[FunctionShape]) -> frozenset[str]:

@@ -82,6 +82,8 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         gateway.admit()
         plans = await answers.plans()
         request.state.overridden = plans[0].overridden
+        if not plans[0].sampling.tool_grammar:
+            request.state.ignored = tuple(sorted({*request.state.ignored, *asked.unheeded()}))
         calls = [gateway.call(plan) for plan in plans]
         answer: Response
         if answers.body.stream:

@@ -30,6 +30,7 @@ from rollout_gateway.api.http.shapes import (
     TopK,
     by_type,
     joined_text,
+    loose_tools,
     strict_names,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
@@ -200,6 +201,11 @@ class ConversationBody(StrictShape):
     system: Texts | None = None
     tools: Several[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
+
+    def unheeded(self) -> Sequence[str]:
+        single = bool(self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+        one_call = "tool_choice.disable_parallel_tool_use" if single else ""
+        return loose_tools(self.tools, "tools[].strict", one_call)
 
     def request(self) -> ChatRequest:
         """As the gateway knows it. Raises FieldError for blocks in the wrong place."""

@@ -5,6 +5,7 @@ Owns which fields exist, their types and ranges; others are judged by beyond.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -31,6 +32,7 @@ from rollout_gateway.api.http.shapes import (
     TopK,
     TopLogprobs,
     joined_text,
+    loose_tools,
     stop_list,
     strict_names,
     within,
@@ -266,6 +268,11 @@ class ChatBody(GenerationBody):
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: On = True
+
+    def unheeded(self) -> Sequence[str]:
+        one_call = "" if self.parallel_tool_calls else "parallel_tool_calls"
+        functions = [tool.function for tool in self.tools or ()]
+        return loose_tools(functions, "tools[].function.strict", one_call)
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

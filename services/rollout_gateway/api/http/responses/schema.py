@@ -32,6 +32,7 @@ from rollout_gateway.api.http.shapes import (
     StrictShape,
     by_type,
     joined_text,
+    loose_tools,
     stop_list,
     strict_names,
 )
@@ -155,9 +156,8 @@ class ResponsesBody(SampledBody):
     prompt: JsonValue = None
 
     def unheeded(self) -> Sequence[str]:
-        strict = any(tool.strict for tool in self.tools or ())
-        found = {"parallel_tool_calls": not self.parallel_tool_calls, "tools[].strict": strict}
-        return [name for name, there in found.items() if there]
+        one_call = "" if self.parallel_tool_calls else "parallel_tool_calls"
+        return loose_tools(self.tools, "tools[].strict", one_call)
 
     def check(self) -> None:
         """Raises FieldError for what is not served."""
