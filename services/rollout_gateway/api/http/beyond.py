@@ -20,6 +20,8 @@ from paceline.errors import InvalidInput
 
 IGNORED_HEADER = "x-paceline-ignored"
 SHOWN_CHARACTERS = 100
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values that ask for nothing."""
 Values = tuple[Any, ...] | None
 """Values of a field; None: any."""
 
@@ -51,7 +53,7 @@ class Beyond:
         """
         ignored = set()
         for path, spelled, value in _extras(body, "", ""):
-            if value in (None, "", [], {}):
+            if value in NOTHING:
                 continue
             if _among(value, self.harmless, path):
                 ignored.add(path)

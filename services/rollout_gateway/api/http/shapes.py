@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.api.http.beyond import Beyond
+from rollout_gateway.api.http.beyond import NOTHING, Beyond
 from rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 
 _STRUCTURED = {"json_schema", "regex", "choice", "grammar", "tool_grammar", "free_until"}
@@ -42,15 +42,18 @@ clients.
 """
 
 
-def _as_declared(schema: dict[str, Any]) -> None:
-    """Publishes a shape with its own fields alone; what it may hold beyond is judged apart."""
-    schema.pop("additionalProperties", None)
+def _published(schema: dict[str, Any], kind: type[Any]) -> None:
+    """Publishes a shape with its fields and its API's harmless ones; others ask for nothing."""
+    schema["additionalProperties"] = {"enum": [*NOTHING]}
+    for name, values in kind.beyond.harmless.items():
+        if values is None and name.isidentifier():
+            schema["properties"].setdefault(name, {"description": "Taken and not heeded."})
 
 
 class OpenShape(BaseModel):
     """Keeps what it does not declare until `beyond` has judged it."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_as_declared)
+    model_config = ConfigDict(extra="allow", json_schema_extra=_published)
     beyond: ClassVar[Beyond] = Beyond()
     """Of a body: what it may hold besides its fields."""
 
