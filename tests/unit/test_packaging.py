@@ -57,6 +57,7 @@ def test_the_client_loads_nothing_of_the_control_plane_but_errors_and_tokens() -
 def test_what_is_not_installed_is_named_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(MODULES, "train", ("json", "csv"))
     require_extra("train", "policy_trainer")
     monkeypatch.setitem(MODULES, "train", ("json", "absent_module"))
     with pytest.raises(ConfigError, match=r"policy_trainer needs absent_module: pip.*\[train\]'"):
