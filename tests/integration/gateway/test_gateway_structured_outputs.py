@@ -92,7 +92,11 @@ async def test_an_answer_has_the_form_that_was_asked_for(
 async def test_completions_take_a_response_format(gateway: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
     told = await client(gateway).completions.create(
-        model="policy_start", prompt="1=", max_tokens=150, extra_body={"response_format": form}, seed=2
+        model="policy_start",
+        prompt="1=",
+        max_tokens=150,
+        extra_body={"response_format": form},
+        seed=2,
     )
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(told.choices[0].text))
 
