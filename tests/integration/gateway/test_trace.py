@@ -225,9 +225,10 @@ async def test_a_claimed_session_joins_the_agents_trace_and_the_steps(
 
 
 async def test_a_session_claimed_over_grpc_hangs_below_its_callers_span(
-    serve_gateway: Any, spans_dir: Path
+    serve_gateway: Any, spans_dir: Path, redis_url: str, run_id: str
 ) -> None:
-    async with serve_gateway() as served:
+    keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
+    async with serve_gateway(**keys) as served:
         request = served.tasks_request(environment="external", reward="agent", samples_per_task=1)
         del request.tasks[1:]
         async with task_run(served, request):

@@ -22,6 +22,7 @@ NO_METRIC_OF_A_STEP = {
     "staleness": "paceline.policy.staleness",
     "drafter_slot_s": "paceline.drafter.slot_time",
     "evaluations": "paceline.coordinator.evaluation, when one is over",
+    "quarantined": "paceline.gateway.quarantined",
     "pinned_drafter": "an operator's choice, which `paceline status` shows",
 }
 
@@ -31,14 +32,14 @@ def record_with(changed: str) -> StepRecord:
     record = StepRecord()
     for field in StepRecord.DESCRIPTOR.fields:
         value = 40 if field.name == changed else 20
+        kind = str if field.type == field.TYPE_STRING else int
         if field.name == "versions":
             record.versions.policy, record.versions.drafter = value, value
         elif field.message_type is not None:
             getattr(record, field.name)["one"] = value
         elif field.is_repeated:
-            getattr(record, field.name).extend([value] * 3)
+            getattr(record, field.name).extend([kind(value)] * 3)
         else:
-            kind = str if field.type == field.TYPE_STRING else int
             setattr(record, field.name, kind(value))
     return record
 

@@ -76,6 +76,7 @@ class Admission:
             length=len(request.known),
             tokens=list(said),
             logprobs=[0.0] * len(said),
+            accepted_drafts=[False] * len(said),
             alternatives=[()] * len(said),
             told=len(said),
         )
