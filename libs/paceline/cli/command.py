@@ -74,7 +74,8 @@ def become(module: str, *arguments: str) -> NoReturn:
 
 def refused(error: PacelineError) -> typer.Exit:
     """The exit of a command that cannot work; says why."""
-    console.print(f"[bold red]paceline:[/] {escape(str(error))}", highlight=False)
+    text = f"[bold red]paceline:[/] {escape(str(error))}"
+    console.print(text, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 
