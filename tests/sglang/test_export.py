@@ -153,7 +153,7 @@ class Pair:
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Of a checkpoint whose config.json names fewer positions than the answers have."""
     folder = tmp_path_factory.mktemp("eagle")
-    shutil.copytree(DEMO / "drafter_trained", folder / "native")
+    shutil.copytree(DEMO / "drafter_start", folder / "native")
     config = json.loads((folder / "native" / "config.json").read_text())
     (folder / "native" / "config.json").write_text(
         json.dumps(config | {"max_position_embeddings": 16})
