@@ -41,7 +41,8 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
     served = [int(step["versions"].get("drafter", 0)) for step in steps]
     assert served[0] == 0
     assert served[-1] >= 1, "nothing was promoted"
-    assert served == sorted(served)
+    # One may be taken back for the one before it; what is new comes in order.
+    assert list(dict.fromkeys(served)) == sorted(set(served))
     assert summary["accept_len_last"] > summary["accept_len_first"] + 0.2
     assert summary["drafter_steps"] >= 3 * STEPS
     arms = [name for step in steps[-3:] for name in step["arm_rounds"]]
