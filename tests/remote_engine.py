@@ -39,7 +39,6 @@ from rollout_gateway.engines.nouns import (
     StageTime,
     Withheld,
 )
-from rollout_gateway.engines.sampling import TOO_LONG
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
@@ -54,7 +53,7 @@ _KINDS = {
     kind.reason: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and hasattr(kind, "reason")
-} | {TOO_LONG: errors.InvalidInput}
+}
 
 
 class WorkerClient:

@@ -25,10 +25,13 @@ class EpsilonGreedy(WindowedBandit):
 
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         arms = self._group(situation).arms
-        untried = [name for name in names if arms[name].rounds < TRIAL_PULLS]
-        hopeful = [name for name in untried if not self._hopeless(name, situation, names)]
-        if hopeful:
-            return ArmChoice(min(hopeful, key=lambda name: arms[name].rounds), explored=True)
+        untried = [
+            name
+            for name in names
+            if arms[name].rounds < TRIAL_PULLS and not self._hopeless(name, situation, names)
+        ]
+        if untried:
+            return ArmChoice(min(untried, key=lambda name: arms[name].rounds), explored=True)
         best = max(names, key=lambda name: arms[name].rate)
         if self._random.random() < self._settings.epsilon:
             hopeful = [name for name in names if arms[name].rate_at_best >= arms[best].rate]

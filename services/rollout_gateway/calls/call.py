@@ -212,11 +212,11 @@ class Call:
 
     def _text(self, chunk: pb.TokenChunk) -> str:
         """What has become certain with a chunk. Stop strings count from min_tokens on."""
-        asked, shown = self.plan.sampling, list(chunk.token_ids)
-        keep = asked.include_stop_str_in_output
+        sampling, shown = self.plan.sampling, list(chunk.token_ids)
+        keep = sampling.include_stop_str_in_output
         if self._stopping_token(chunk) is not None and not keep:
             shown = shown[:-1]
-        early = max(asked.min_tokens - 1 - self._decoded, 0)
+        early = max(sampling.min_tokens - 1 - self._decoded, 0)
         self._decoded += len(shown)
         text = self._decoder.push(shown[:early], early=True) if early else ""
         text += self._decoder.push(shown[early:])

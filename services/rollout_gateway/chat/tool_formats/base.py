@@ -46,6 +46,20 @@ class CallFrame(NamedTuple):
     after: str = ""
 
 
+def framed_calls(
+    text: GrowingText, before: str, after: str, one: Callable[[GrowingText], Reading[SpelledCall]]
+) -> Reading[list[SpelledCall]]:
+    """All calls between two marks, or none: raises Deviation where they do not end."""
+    yield from text.expect(before)
+    calls: list[SpelledCall] = []
+    while True:
+        yield from text.blanks()
+        if calls and (yield from text.at(after)):
+            text.take(len(after))
+            return calls
+        calls.append((yield from one(text)))
+
+
 class ToolFormat(ABC):
     """How a family of models spells its wishes to call tools."""
 

@@ -13,6 +13,7 @@ from rollout_gateway.chat.tool_formats.base import (
     Piece,
     SpelledCall,
     ToolFormat,
+    framed_calls,
 )
 from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import json_value
@@ -35,15 +36,7 @@ class KimiK2(ToolFormat):
     frame = CallFrame(_ALL, "", _ALL_END)
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
-        """All calls or none."""
-        yield from text.expect(_ALL)
-        calls: list[SpelledCall] = []
-        while True:
-            yield from text.blanks()
-            if calls and (yield from text.at(_ALL_END)):
-                text.take(len(_ALL_END))
-                return calls
-            calls.append((yield from _one(text)))
+        return (yield from framed_calls(text, _ALL, _ALL_END, _one))
 
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         number, arguments = rules.regex("[0-9]{1,4}"), rules.json(tool.parameters)

@@ -107,6 +107,7 @@ def _enqueue(engine: CommandedEngine, message: pb.EngineRequest) -> Sequence[Chu
     try:
         engine.enqueue(wire.request_from(message))
     except PacelineError as error:
-        refused = f"{error.reason}: {error}"
+        # By what kind the error is: its own reason may be narrower, and the gateway goes by kinds.
+        refused = f"{type(error).reason}: {error}"
         return [Chunk(message.request_id, (), (), (), finish=Finish.ERROR, error=refused)]
     return ()
