@@ -98,8 +98,12 @@ class ToolServer:
                 ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 self._over = asyncio.Event()
                 self._held = background(self._hold(ready), f"tool server {self._name}")
-                async with self._deadline("does not start"):
-                    self._client = await ready
+                try:
+                    async with self._deadline("does not start"):
+                        self._client = await ready
+                except BaseException:  # late, or given up: the next call starts it again
+                    await cancel(self._held)
+                    raise
             return self._client
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:

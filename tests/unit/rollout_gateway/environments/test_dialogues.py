@@ -270,6 +270,16 @@ async def test_a_server_that_cannot_be_used_is_refused_before_the_run(
         await shop(command=[sys.executable, "-c", "pass"], deadline_s=5).tools()
 
 
+async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_asked() -> None:
+    silent = (sys.executable, "-c", "import time; time.sleep(60)")
+    settings = ToolServerConfig(command=silent, deadline_s=0.3)
+    toolbox = Toolbox(servers={"shop": settings})
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="the tool server shop does not start in time"):
+            await toolbox.tools()
+    await toolbox.stop()
+
+
 @pytest.mark.parametrize("settings", [{}, {"command": ["a"], "url": "http://127.0.0.1:1/mcp"}])
 def test_a_server_is_a_command_or_a_url(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a command or a url"):
