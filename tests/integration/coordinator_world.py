@@ -196,6 +196,8 @@ class Gateway(RolloutServiceServicer):
 
     async def Quarantine(self, request: Any, context: Any) -> Any:
         self.guard.check(request.context, Track.LEARNER)
+        self.script.order.append("quarantine")
+        await self.script.told()
         if self.script.quarantines_failed:
             self.script.quarantines_failed -= 1
             raise ResourceExhausted("not now")
@@ -343,8 +345,11 @@ class Policy(PolicyServiceServicer):
         for path in self.script.beyond.get(step, []):
             stepped.beyond.add(path=path, tokens=300, mean=0.5, upper=2.0, mean_bound=1e-3)
         self.script.trained_from[step] = request.policy_version
+        asked = self.script.order.count("quarantine")
         await self.script.told()
         yield policy_pb2.TrainStepResponse(stepped=stepped)
+        if stepped.beyond:  # a push takes longer than the call that follows what was found
+            await self.script.until(lambda: self.script.order.count("quarantine") > asked)
         if self.script.push_waits:
             await self.script.until(lambda: step + 1 in self.script.drawn_at)
         if self.script.push_drafts:

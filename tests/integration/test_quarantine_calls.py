@@ -38,7 +38,8 @@ async def test_paths_go_to_the_gateway_at_once_and_before_every_rollout_and_are_
         await run_to_end(config)
     told = list(dict.fromkeys(script.quarantines))
     assert told == [("reused",), ("reused", ARM)]
-    # Twice when something was found, and before the two rollouts and two evaluations that followed.
+    # Twice when something was found, and before the two rollouts and two evaluations that
+    # followed.
     assert len(script.quarantines) == 2 + 4
     client = connect(redis_url)
     await copy_journal(client, config.run.id, tmp_path / "journal.jsonl")
