@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from coordinator.machine import schedule
-from coordinator.machine import step as machine
-from coordinator.machine.decision import Decision
-from coordinator.machine.losses import CALLED_IN
-from coordinator.machine.rules import RULES
-from coordinator.machine.slots import WORKER_TRANSITIONS
-from coordinator.machine.state import Phase
+from paceline.services.coordinator.machine import schedule
+from paceline.services.coordinator.machine import step as machine
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.losses import CALLED_IN
+from paceline.services.coordinator.machine.rules import RULES
+from paceline.services.coordinator.machine.slots import WORKER_TRANSITIONS
+from paceline.services.coordinator.machine.state import Phase
 
 NAMED = {frozenset(machine.BEGUN): "all but new", frozenset(machine.LIVE): "all that go on"}
 TRACKS = (

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.cli.plan import parse_gpus, plan_run
-from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, RELEASES, HookPoint
+from paceline.services.rollout_gateway.engines.sglang.hook_points import (
+    HOOK_POINTS,
+    RELEASES,
+    HookPoint,
+)
 
 EXAMPLE = "examples/sglang/qwen2.5-7b-8gpus.toml"
 GPUS = "8x80"

@@ -14,11 +14,11 @@ import zmq.asyncio
 
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.worker.ring import RowArray, RowRing
-from rollout_gateway.engines.worker.spec import WorkerSpec
-from rollout_gateway.workers.process import WorkerProcess
 
 READY_S, RUN_S = 180.0, 120.0
 

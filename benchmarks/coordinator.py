@@ -30,9 +30,9 @@ from benchmarks.options import above_zero, counts
 from benchmarks.processes import BenchChild, child, redis_server
 from benchmarks.result import BenchResult, Goal, Row, at_least, at_most, say
 from benchmarks.simulation.sections import simulated
-from coordinator.journal.journal import TOGETHER, Journal
-from coordinator.transitions import Transitions
 from paceline.events import FactPublisher
+from paceline.services.coordinator.journal.journal import TOGETHER, Journal
+from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect
 from paceline.streams.journal_line import unpack_entry
 from paceline.streams.journal_pages import journal_lines

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import State
-from coordinator.transitions import Transitions
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.transitions import Transitions
 from paceline.trajectory import VersionSet
 
 SHARES_PER_LEASE = 8

@@ -20,12 +20,12 @@ from benchmarks.growth_coordinator import JournaledRun, replayed
 from benchmarks.options import above_zero
 from benchmarks.processes import redis_server
 from benchmarks.result import BenchResult, Row, at_most, say
+from paceline.services.policy_trainer.batches.batcher import CONSUMER, GROUP
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.streams import Ledger, RedisStream, connect, encode_trajectory, run_key, scripts
 from paceline.streams.journal_pages import ARCHIVE, JOURNAL
 from paceline.telemetry.log import configure_log
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
-from policy_trainer.batches.batcher import CONSUMER, GROUP
-from policy_trainer.config import PolicyTrainerConfig
 
 TOKENS = 64
 """Of a trajectory. Its entry is deleted when two checkpoints hold its step, however long it is."""

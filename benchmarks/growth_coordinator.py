@@ -6,13 +6,13 @@ import time
 
 import redis.asyncio
 
-from coordinator.config import CoordinatorConfig
-from coordinator.journal.journal import Journal
-from coordinator.machine import events
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import State
-from coordinator.transitions import Transitions
 from paceline.errors import InternalError
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.transitions import Transitions
 from paceline.trajectory import VersionSet
 
 WORKERS = 8

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.sample import FeatureSample
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.losses import eagle_loss
 from paceline.speculators.net import Objective

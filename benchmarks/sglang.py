@@ -23,9 +23,9 @@ import zmq.asyncio
 from benchmarks.bench_worker import BenchWorker
 from benchmarks.demo_runs import demo_folder
 from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
+from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.chat.text import TextCodec
 
 KINDS = ("embedded", "sglang")
 CAPTURE_GOAL = 0.95

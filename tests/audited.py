@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import BranchKey, Trajectory
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.nouns import Chunk, Request
-from rollout_gateway.engines.sampling import Sampling
 
 
 def prompts(tasks: int, length: int, vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ request.
 
 from __future__ import annotations
 
-from rollout_gateway.bandits.base import RoundOutcome, RowFacts, Situation
+from paceline.services.rollout_gateway.bandits.base import RoundOutcome, RowFacts, Situation
 
 
 def batch_of(

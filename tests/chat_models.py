@@ -21,7 +21,7 @@ from tokenizers import (
     trainers,
 )
 
-from rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.chat.text import TextCodec
 
 CORPUS = (
     "system user assistant tool the sum of 12 and 30 is 42, you are a calculator; think before "

@@ -11,19 +11,19 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway.calls.call import Call, Plan
+from paceline.services.rollout_gateway.calls.planner import Asked, Planner
+from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines.nouns import Capability
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.sessions.registry import Sessions
+from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.aside import LargeRequests
-from rollout_gateway.calls.call import Call, Plan
-from rollout_gateway.calls.planner import Asked, Planner
-from rollout_gateway.chat.messages import ChatRequest
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engines.nouns import Capability
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.sessions.registry import Sessions
-from rollout_gateway.sessions.tree import Turn
-from rollout_gateway.workers.generation import Generation
 
 T = TypeVar("T")
 LONGEST = 1 << 20

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from coordinator.machine import commands, events
-from coordinator.machine.commands import Command
-from coordinator.machine.events import Event
-from coordinator.machine.rollout import bits
-from coordinator.machine.settings import RunSettings, Schedule
-from coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
-from coordinator.machine.step import LIVE, step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.rollout import bits
+from paceline.services.coordinator.machine.settings import RunSettings, Schedule
+from paceline.services.coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
+from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 
 CALLS_OF: dict[Service, tuple[type[Command], ...]] = {

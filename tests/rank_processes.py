@@ -17,8 +17,8 @@ from paceline.local.ports import free_port
 from paceline.training import STORE_VARIABLE
 
 _IMPORTED = (
-    "drafter_trainer.learn.learner",
-    "policy_trainer.learn.learner",
+    "paceline.services.drafter_trainer.learn.learner",
+    "paceline.services.policy_trainer.learn.learner",
     "transformers.models.llama.modeling_llama",
 )
 

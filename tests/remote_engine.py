@@ -18,13 +18,10 @@ from paceline import errors
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
 from paceline.messages import from_message, stats_from_proto, to_message, versions_from_proto
-from paceline.trajectory import DrawSpan, SpeculationStats, Target, VersionSet, VersionSpan
-from paceline.v1 import engine_pb2 as pb
-from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.base import RowSink
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.base import RowSink
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -39,9 +36,16 @@ from rollout_gateway.engines.nouns import (
     StageTime,
     Withheld,
 )
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.ring import RowRing
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
+from paceline.trajectory import DrawSpan, SpeculationStats, Target, VersionSet, VersionSpan
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
 
 IDS = 1_000_000
 """Request ids of one RemoteEngine."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.models.sampling import DrawParams
-from rollout_gateway.engines.embedded.rejection import sample_drafts
+from paceline.services.rollout_gateway.engines.embedded.rejection import sample_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.session import Session
+from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.trajectory import DrawSpan, VersionSpan
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.session import Session
-from rollout_gateway.sessions.tree import Turn
 
 SAMPLING = Sampling(seed=1, max_tokens=8)
 _NAMES = itertools.count()

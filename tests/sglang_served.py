@@ -18,15 +18,15 @@ from remote_engine import WorkerClient
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import rollout_gateway
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.services import rollout_gateway
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.nouns import Chunk, Request
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.rows import row_layout
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker import wire
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 CPU_KERNELS = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"

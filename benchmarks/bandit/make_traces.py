@@ -23,16 +23,16 @@ from torch import Tensor
 from benchmarks.bandit.world import FOLDER, Drafter, Step, Trace
 from benchmarks.demo_runs import demo_folder
 from paceline.models.sampling import DrawParams
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.speculative import DraftPart
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch, DraftShape
 from paceline.tasks import read_tasks
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.embedded.speculative import DraftPart
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
 
 SEED = 20261121
 LIMIT = 512

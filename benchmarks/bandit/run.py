@@ -22,9 +22,9 @@ import structlog
 from benchmarks.bandit.world import Floats, Moment, Trace, World, read_traces
 from benchmarks.result import BenchResult, Goal, Row
 from paceline.arm_names import speculator_of
+from paceline.services.rollout_gateway.bandits import build_bandit
+from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings, RoundOutcome
 from paceline.trajectory import Target
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import Bandit, BanditSettings, RoundOutcome
 
 CANDIDATES = {1: (3, 5, 7), 8: (0, 3), 32: (0, 3), 64: (0,)}
 """SGLang's default {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]} with the chains that the

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.arm_names import speculator_of
 from paceline.errors import InvalidInput, NotFound
+from paceline.services.rollout_gateway.bandits.base import CostSample, RowFacts, Situation
 from paceline.trajectory import Target
-from rollout_gateway.bandits.base import CostSample, RowFacts, Situation
 
 OUTLIER = 5.0
 NOISE_ROUNDS = 1 << 14

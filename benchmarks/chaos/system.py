@@ -40,9 +40,9 @@ _PROXIED = {
 }
 """Who reaches a server through a proxy."""
 PARTS = {
-    "engine worker": ("gateway", "rollout_gateway.engines.worker.process"),
-    "policy rank": ("policy_trainer", "policy_trainer.rank"),
-    "drafter rank": ("drafter_trainer", "drafter_trainer.rank"),
+    "engine worker": ("gateway", "paceline.services.rollout_gateway.engines.worker.process"),
+    "policy rank": ("policy_trainer", "paceline.services.policy_trainer.rank"),
+    "drafter rank": ("drafter_trainer", "paceline.services.drafter_trainer.rank"),
 }
 """What a service has processes of: who tells of them, and the module that they run."""
 

@@ -48,10 +48,14 @@ from benchmarks.engine.sections import (
 from benchmarks.processes import Meter
 from benchmarks.result import Goal, Row, say
 from paceline.models.config import ModelConfig, read_config
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds, slack
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import RoundSplit
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.kinds import (
+    engine_arms,
+    engine_kinds,
+    slack,
+)
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import RoundSplit
 
 STAGES = tuple(one.name for one in fields(RoundSplit) if one.name.endswith("_s"))
 """Stages of a round, as the engine counts their seconds."""

@@ -21,6 +21,9 @@ from paceline.errors import MissingCapability
 from paceline.models.config import parse_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import model_shapes
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.base import (
     CaptureSpec,
     DraftBatch,
@@ -30,9 +33,6 @@ from paceline.speculators.base import (
     SpeculatorSetup,
 )
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 RANDOM_56M: Mapping[str, int] = {
     "hidden_size": 512,

@@ -21,10 +21,10 @@ from benchmarks.engine.sections import (
     judged,
     speed_rows,
 )
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.nouns import PauseMode
 from paceline.speculators.shift import FILE, AcceptanceShift
 from paceline.trajectory import Target, VersionSet
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.nouns import PauseMode
 
 STEADY, INHERITS, ANEW = "one drafter", "a new one that inherits", "a new one, tried anew"
 EVERY = 2

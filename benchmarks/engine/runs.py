@@ -18,11 +18,11 @@ import torch
 from benchmarks.result import Ratio, paired_ratio, say
 from paceline.errors import InvalidInput
 from paceline.models.loading import DTYPES
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import NEAR_TIE_GAP
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.nouns import Chunk, Request
-from rollout_gateway.engines.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)

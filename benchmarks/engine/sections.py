@@ -25,10 +25,10 @@ from benchmarks.engine.runs import (
     workload,
 )
 from benchmarks.result import Goal, Ratio, Row, ratio_goal
-from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 OFF = "off"
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "eagle:4_2_8", "ngram:4_1_5")

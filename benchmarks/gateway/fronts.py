@@ -104,7 +104,7 @@ async def gateway_with(
         "addresses.http": f"127.0.0.1:{port}",
     }
     words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
-    command = [sys.executable, "-m", "rollout_gateway", *words, *settings]
+    command = [sys.executable, "-m", "paceline.services.rollout_gateway", *words, *settings]
     async with _serving(name, command, port, "/health", folder, environment) as front:
         yield front
 

@@ -14,11 +14,11 @@ from benchmarks.policy.checkpoints import INTERVAL, WITH, Taken
 from benchmarks.policy.side import BUDGETS
 from benchmarks.policy.work import SPEC_VARIABLE, Work
 from paceline.ranks.group import RankLink
-from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.parallel import form_mesh
-from policy_trainer.trainer import PolicyTrainer
+from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.trainer import PolicyTrainer
 
 
 def take(trainer: PolicyTrainer, batch: TrainBatch, *, saves: bool) -> Taken:

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.policy.work import SPEC_VARIABLE, Work
 from benchmarks.result import Goal, Row, at_most, paired_ratio
 from paceline.ranks.group import RankGroup
-from policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
 
 INTERVAL = PolicyTrainerConfig().checkpoint_interval_steps
 STALL = 0.03

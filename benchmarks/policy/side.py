@@ -16,13 +16,13 @@ from torch.optim import AdamW
 
 from benchmarks.policy.work import SPEC_VARIABLE, Work
 from paceline.ranks.group import RankLink
+from paceline.services.policy_trainer.algorithms.advantages import group_relative
+from paceline.services.policy_trainer.batches.batch import make_batch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.parallel import form_mesh
 from paceline.training.hugging_face import load_causal_lm
 from paceline.trajectory import Trajectory
-from policy_trainer.algorithms.advantages import group_relative
-from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.parallel import form_mesh
 
 BUDGETS = {"ours": 1536, "plain": 512}
 """Tokens of a forward, padding included: what is quickest for each side on 2 cores."""

@@ -9,9 +9,9 @@ from functools import partial
 
 from benchmarks.simulation.decoding import SimulatedResponse, SimulatedWorker
 from benchmarks.simulation.site import Site
-from coordinator.machine import commands, events
-from coordinator.machine.settings import CommitMode, RunSettings, Schedule
-from coordinator.machine.state import Portion
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.settings import CommitMode, RunSettings, Schedule
+from paceline.services.coordinator.machine.state import Portion
 from paceline.streams.journal_line import SlotUse
 from paceline.trajectory import VersionSet
 

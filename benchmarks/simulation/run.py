@@ -11,18 +11,18 @@ from benchmarks.simulation.gateway import SimulatedGateway
 from benchmarks.simulation.site import Site
 from benchmarks.simulation.slot_clock import SlotClock
 from benchmarks.simulation.trainers import SimulatedDrafter, SimulatedLearner
-from coordinator.journal.records import StepRecords
-from coordinator.machine import commands, events
-from coordinator.machine.commands import Command
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import State
-from coordinator.machine.step import step
 from paceline.errors import InternalError
+from paceline.services.coordinator.journal.records import StepRecords
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 
 Decide = Callable[[State, Event], tuple[State, tuple[Command, ...]]]
-"""A machine: coordinator.machine.step.step, or a mutant of it."""
+"""A machine: paceline.services.coordinator.machine.step.step, or a mutant of it."""
 
 
 class VirtualRun:

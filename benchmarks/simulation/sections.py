@@ -10,7 +10,12 @@ from benchmarks.result import Goal, Row, at_least, at_most
 from benchmarks.simulation.fleet import Fleet, cores, gpus
 from benchmarks.simulation.harvest import allowed_slot_s, harvested_slot_s, idle_slot_s
 from benchmarks.simulation.run import VirtualRun
-from coordinator.machine.settings import CommitMode, Placement, RunSettings, Schedule
+from paceline.services.coordinator.machine.settings import (
+    CommitMode,
+    Placement,
+    RunSettings,
+    Schedule,
+)
 from paceline.streams.journal_line import SlotUse
 
 HARVESTED, DELAYED, ACCOUNTED = 0.9, 1.01, 0.01

@@ -9,7 +9,7 @@ from itertools import count
 
 from benchmarks.simulation.fleet import Fleet
 from benchmarks.simulation.slot_clock import SlotClock
-from coordinator.machine.events import Event
+from paceline.services.coordinator.machine.events import Event
 
 
 class VirtualTime:

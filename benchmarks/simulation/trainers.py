@@ -8,8 +8,8 @@ from math import isfinite
 
 from benchmarks.simulation.gateway import SimulatedGateway
 from benchmarks.simulation.site import Site
-from coordinator.machine import commands, events
-from coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.slots import Holder
 from paceline.streams.journal_line import SlotUse
 
 

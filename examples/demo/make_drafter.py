@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, Request
-from rollout_gateway.engines.sampling import Sampling
 
 HERE = Path(__file__).parent
 MAX_TOKENS, CONTEXT, TASKS_AT_ONCE, PROBES = 380, 400, 128, 64

@@ -1,8 +1,8 @@
-"""`python -m coordinator`: the coordinator's process."""
+"""`python -m paceline.services.coordinator`: the coordinator's process."""
 
-from coordinator.config import CoordinatorConfig
-from coordinator.server import serve
 from paceline.local.entry import run_service
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.server import serve
 
 if __name__ == "__main__":
     run_service("coordinator", CoordinatorConfig, serve)

@@ -6,10 +6,15 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from coordinator.machine.settings import CommitMode, Placement, RunSettings, Schedule
-from coordinator.trackers import TrackerName, check_trackers
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.services.coordinator.machine.settings import (
+    CommitMode,
+    Placement,
+    RunSettings,
+    Schedule,
+)
+from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns
 
 EXTERNAL = "external"

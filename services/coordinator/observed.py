@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from coordinator import metrics
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.rollout import draw_of
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Service, State
 from paceline.errors import PacelineError
+from paceline.services.coordinator import metrics
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.rollout import draw_of
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Service, State
 from paceline.streams import Ledger
 from paceline.telemetry import get_logger
 

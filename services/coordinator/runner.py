@@ -10,28 +10,28 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from coordinator.calls import traffic
-from coordinator.calls.base import Calls
-from coordinator.calls.executor import CLOSE_S, Executor, until_gone
-from coordinator.calls.gateway import run_resumed, run_started
-from coordinator.calls.peers import Peers
-from coordinator.calls.tasks import TaskSource
-from coordinator.config import CoordinatorConfig
-from coordinator.journal.journal import TOGETHER, Journal
-from coordinator.journal.records import values_of
-from coordinator.machine import commands, events
-from coordinator.machine.choice import Choice
-from coordinator.machine.commands import Command
-from coordinator.machine.events import Event
-from coordinator.machine.state import OPTIONAL, Phase, Service, State
-from coordinator.machine.step import step
-from coordinator.metrics import EVALUATION, REFUSED, record_step
-from coordinator.observed import ObservedRun
-from coordinator.stall import StallWatch
-from coordinator.step_span import StepSpans
-from coordinator.trackers import Tracking
-from coordinator.transitions import Publish, Transitions
 from paceline.errors import FailedPrecondition
+from paceline.services.coordinator.calls import traffic
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.executor import CLOSE_S, Executor, until_gone
+from paceline.services.coordinator.calls.gateway import run_resumed, run_started
+from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.journal.journal import TOGETHER, Journal
+from paceline.services.coordinator.journal.records import values_of
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.choice import Choice
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
+from paceline.services.coordinator.machine.step import step
+from paceline.services.coordinator.metrics import EVALUATION, REFUSED, record_step
+from paceline.services.coordinator.observed import ObservedRun
+from paceline.services.coordinator.stall import StallWatch
+from paceline.services.coordinator.step_span import StepSpans
+from paceline.services.coordinator.trackers import Tracking
+from paceline.services.coordinator.transitions import Publish, Transitions
 from paceline.streams import Ledger
 from paceline.telemetry import get_logger
 

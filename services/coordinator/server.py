@@ -8,20 +8,20 @@ from typing import Any
 
 import grpc
 
-from coordinator.calls.peers import Peers
-from coordinator.config import CoordinatorConfig
-from coordinator.journal.facts import all_slots
-from coordinator.journal.journal import Journal
-from coordinator.machine import events
-from coordinator.machine.choice import Choice, objection
-from coordinator.machine.state import Phase, State
-from coordinator.machine.step import LIVE
-from coordinator.runner import Runner
 from paceline.errors import FailedPrecondition, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
 from paceline.rpc import Server, check_events
 from paceline.rpc.progress import add_progress
+from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.journal.facts import all_slots
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.choice import Choice, objection
+from paceline.services.coordinator.machine.state import Phase, State
+from paceline.services.coordinator.machine.step import LIVE
+from paceline.services.coordinator.runner import Runner
 from paceline.streams import Ledger, connect
 from paceline.telemetry import get_logger
 from paceline.v1 import coordinator_pb2 as pb

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-from coordinator.calls.base import Calls
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.losses import CALLED_IN
-from coordinator.machine.state import Phase, Service, State
-from coordinator.machine.step import LIVE
-from coordinator.metrics import ALARMS, STALLED
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.losses import CALLED_IN
+from paceline.services.coordinator.machine.state import Phase, Service, State
+from paceline.services.coordinator.machine.step import LIVE
+from paceline.services.coordinator.metrics import ALARMS, STALLED
 from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 

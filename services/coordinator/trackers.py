@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
-from coordinator.metrics import POINTS_DROPPED
 from paceline.errors import ConfigError
+from paceline.services.coordinator.metrics import POINTS_DROPPED
 from paceline.telemetry import get_logger
 from paceline.v1.coordinator_pb2 import StepRecord
 

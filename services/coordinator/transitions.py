@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from coordinator.journal.entry import JournalEntry, changed_slots, entry_of
-from coordinator.journal.facts import fact_of
-from coordinator.journal.groups import ClosedGroups
-from coordinator.journal.journal import Journal
-from coordinator.journal.records import StepRecords
-from coordinator.journal.snapshot import Snapshot
-from coordinator.machine.commands import Command
-from coordinator.machine.events import Event, StepBegan
-from coordinator.machine.state import MachineError, State
-from coordinator.machine.step import step
-from coordinator.watch import AcceptanceWatch
 from paceline.errors import DataLoss, InternalError
+from paceline.services.coordinator.journal.entry import JournalEntry, changed_slots, entry_of
+from paceline.services.coordinator.journal.facts import fact_of
+from paceline.services.coordinator.journal.groups import ClosedGroups
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.records import StepRecords
+from paceline.services.coordinator.journal.snapshot import Snapshot
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.events import Event, StepBegan
+from paceline.services.coordinator.machine.state import MachineError, State
+from paceline.services.coordinator.machine.step import step
+from paceline.services.coordinator.watch import AcceptanceWatch
 from paceline.telemetry import get_logger
 from paceline.v1.coordinator_pb2 import Fact, StepRecord
 

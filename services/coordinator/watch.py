@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.machine.events import Event, TasksFinished
-from coordinator.machine.rollout import draw_of
-from coordinator.machine.state import State
+from paceline.services.coordinator.machine.events import Event, TasksFinished
+from paceline.services.coordinator.machine.rollout import draw_of
+from paceline.services.coordinator.machine.state import State
 
 
 class AcceptanceWatch:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
 from paceline import telemetry
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Save, Saved
 from paceline.ranks.watched import WatchedRanks
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 
 FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000
@@ -26,7 +26,7 @@ KILL_S = 10.0
 _NO_ACTIVATION = "no activation of this lease trains"
 START_S = 90.0  # import torch, read the drafter and the policy's head
 
-log = telemetry.get_logger("drafter_trainer.driver")
+log = telemetry.get_logger("paceline.services.drafter_trainer.driver")
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class DrafterDriver:
         self._ranks = config.ranks
         self.watched = WatchedRanks[m.Message](
             RankGroup(
-                "drafter_trainer.rank",
+                "paceline.services.drafter_trainer.rank",
                 config.ranks,
                 config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",

@@ -1,4 +1,4 @@
-"""Writes a trained drafter as another engine's checkpoint: `python -m drafter_trainer.export`.
+"""Writes a trained drafter as another engine's checkpoint: `paceline export-drafter`.
 
 What each engine wants is paceline.speculators.export. What was written is read back and compared,
 name by name.

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from drafter_trainer import messages as m
 from paceline.errors import DeadlineExceeded
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Save
+from paceline.services.drafter_trainer import messages as m
 from paceline.telemetry import extract, names, span
 
 Turn = m.Activate | m.Join | Save

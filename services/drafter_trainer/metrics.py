@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from drafter_trainer.messages import Judged
+from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry import names, span
 from paceline.telemetry.metrics import Counter, Gauge, Histogram, Labels
 
 if TYPE_CHECKING:  # the parent of the ranks imports no torch
-    from drafter_trainer.learn.learner import MicroResult
+    from paceline.services.drafter_trainer.learn.learner import MicroResult
 
 
 LATENCY_BOUNDARIES_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)

@@ -1,6 +1,4 @@
-"""Runs one rank of the drafter trainer, `python -m drafter_trainer.rank`: set-up, leases,
-checkpoints.
-"""
+"""Runs one rank of the drafter trainer, a process of its own: set-up, leases, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,23 +11,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.gate.candidates import Candidates
-from drafter_trainer.learn import sharing
-from drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_head
-from drafter_trainer.learn.membership import Membership
-from drafter_trainer.learn.students import Students, initial_nets
-from drafter_trainer.link import TrainerLink, activation_span
-from drafter_trainer.metrics import CHECKPOINTS_DAMAGED
-from drafter_trainer.rows.feed import RowFeed
-from drafter_trainer.rows.store import RowStore
-from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
 from paceline.errors import InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Impaired, Save, Saved
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.gate.candidates import Candidates
+from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_head
+from paceline.services.drafter_trainer.learn.membership import Membership
+from paceline.services.drafter_trainer.learn.students import Students, initial_nets
+from paceline.services.drafter_trainer.link import TrainerLink, activation_span
+from paceline.services.drafter_trainer.metrics import CHECKPOINTS_DAMAGED
+from paceline.services.drafter_trainer.rows.feed import RowFeed
+from paceline.services.drafter_trainer.rows.store import RowStore
+from paceline.services.drafter_trainer.trainer import DrafterTrainer
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 from paceline.training.checkpoints import (
@@ -48,7 +46,7 @@ HEAD_DEADLINE_S = 20.0
 JOIN_DEADLINE_S = 20.0
 COLLECTIVE_S = 120.0
 
-log = telemetry.get_logger("drafter_trainer.rank")
+log = telemetry.get_logger("paceline.services.drafter_trainer.rank")
 
 
 class Rank:

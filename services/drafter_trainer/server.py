@@ -11,16 +11,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.driver import PREEMPT_S, DrafterDriver, Lease
-from drafter_trainer.gate.publish import Promoter, PushOutcome
-from drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.messages import from_message, shared_fields, to_message
 from paceline.models.config import check_model
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
 from paceline.rpc.progress import add_progress
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.driver import PREEMPT_S, DrafterDriver, Lease
+from paceline.services.drafter_trainer.gate.publish import Promoter, PushOutcome
+from paceline.services.drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb

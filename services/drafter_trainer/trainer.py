@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.gate.candidates import Candidates
-from drafter_trainer.gate.gate import PublishGate
-from drafter_trainer.learn import sharing
-from drafter_trainer.learn.learner import MicroResult
-from drafter_trainer.learn.students import Students
-from drafter_trainer.link import TrainerLink
-from drafter_trainer.metrics import (
+from paceline.ranks.messages import Doing
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.gate.candidates import Candidates
+from paceline.services.drafter_trainer.gate.gate import PublishGate
+from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.learn.learner import MicroResult
+from paceline.services.drafter_trainer.learn.students import Students
+from paceline.services.drafter_trainer.link import TrainerLink
+from paceline.services.drafter_trainer.metrics import (
     gate_span,
     micro_step_span,
     record_decision,
     record_micro_step,
 )
-from drafter_trainer.rows.store import PackedBatch, RowStore
-from paceline.ranks.messages import Doing
+from paceline.services.drafter_trainer.rows.store import PackedBatch, RowStore
 from paceline.speculators.packed import PackedRow
 from paceline.telemetry import link_current
 

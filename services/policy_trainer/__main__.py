@@ -1,10 +1,10 @@
-"""`python -m policy_trainer`."""
+"""`python -m paceline.services.policy_trainer`."""
 
 from __future__ import annotations
 
 from paceline.local.entry import run_service
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.server import serve
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.server import serve
 
 if __name__ == "__main__":
     run_service("policy_trainer", PolicyTrainerConfig, serve, extra="train")

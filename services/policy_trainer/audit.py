@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from paceline.arm_names import OFF
+from paceline.services.policy_trainer.config import AuditBound, AuditConfig
 from paceline.trajectory import (
     ARM_PATH,
     DRAFTED_PATH,
@@ -29,7 +30,6 @@ from paceline.trajectory import (
     DrawSpan,
     Trajectory,
 )
-from policy_trainer.config import AuditBound, AuditConfig
 
 LEAST_GAP, LARGEST_GAP = 1e-7, 1e3
 PER_DECADE, BUCKETS = 8, 81

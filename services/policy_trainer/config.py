@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import Config, OptimizerConfig, ServiceConfig
-from policy_trainer.algorithm_settings import AnyAlgorithm, GrpoConfig
+from paceline.services.policy_trainer.algorithm_settings import AnyAlgorithm, GrpoConfig
 
 
 class PolicyOptimizerConfig(OptimizerConfig):

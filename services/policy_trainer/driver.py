@@ -13,9 +13,8 @@ from paceline.local.services import service
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Save, Saved
 from paceline.ranks.watched import WatchedRanks
-from paceline.telemetry import get_logger
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.messages import (
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Command,
     Keep,
@@ -28,6 +27,7 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
+from paceline.telemetry import get_logger
 
 _log = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class PolicyDriver:
         self.progress = Progress()
         self.watched = WatchedRanks[Message](
             RankGroup(
-                "policy_trainer.rank",
+                "paceline.services.policy_trainer.rank",
                 world_size=self.world_size,
                 threads_per_rank=config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",

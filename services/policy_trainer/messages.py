@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from paceline.ranks.messages import Doing, Failed, Impaired, Save, Saved
+from paceline.services.policy_trainer.audit import AuditCell, AuditState, PathVerdict
 from paceline.tagged_json import TaggedJson
 from paceline.v1.trajectory_pb2 import CommandContext
-from policy_trainer.audit import AuditCell, AuditState, PathVerdict
 
 
 @dataclass(frozen=True, slots=True)

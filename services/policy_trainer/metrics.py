@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.services.policy_trainer.messages import Progress
 from paceline.telemetry.metrics import Counter, Gauge, Histogram
-from policy_trainer.messages import Progress
 
 CHECKPOINTS_DAMAGED = Counter(
     "paceline.policy.checkpoints_damaged",

@@ -15,6 +15,8 @@ from torch import Tensor
 from paceline.errors import DataLoss, PacelineError, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.rpc import channel, rpc_errors, wait_ready
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.metrics import HEADS_LEFT_OUT
 from paceline.telemetry import get_logger
 from paceline.tensors import NamedTensor, TensorLayout, head_hash
 from paceline.training.process import from_rank_zero
@@ -26,8 +28,6 @@ from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import PushReport, build_manifest, pull_weights, push_weights
 from paceline.weights.assembly import allocate_on_disk
 from paceline.weights.push import push_deadline_s
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.metrics import HEADS_LEFT_OUT
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONNECT_S = 5.0

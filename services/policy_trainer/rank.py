@@ -1,4 +1,4 @@
-"""Runs one rank of the policy trainer, `python -m policy_trainer.rank`, started by the service."""
+"""Runs one rank of the policy trainer, a process that the service starts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from paceline import telemetry
 from paceline.errors import InternalError
 from paceline.ranks.group import RankLink
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.parallel import form_mesh
-from policy_trainer.messages import MESSAGES, Command
-from policy_trainer.rank_zero import RankZero
-from policy_trainer.trainer import PolicyTrainer
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.messages import MESSAGES, Command
+from paceline.services.policy_trainer.rank_zero import RankZero
+from paceline.services.policy_trainer.trainer import PolicyTrainer
 
 _COMMAND_WAIT_S = 3600.0
 _WRITTEN_POLL_S = 0.05  # while a checkpoint is being written

@@ -16,16 +16,12 @@ from paceline.plugins import import_filter
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Doing, Failed, Saved
 from paceline.rpc.progress import REDIS
-from paceline.streams import Ledger, RedisStream, connect, run_key
-from paceline.telemetry import extract, get_logger, link_current, names, span
-from paceline.tensors import NamedTensor
-from paceline.training.checkpoints import Resumable
-from policy_trainer.batches.batcher import Batcher
-from policy_trainer.batches.collected import Collected, collected_of, count_batch
-from policy_trainer.batches.groups import Wanted
-from policy_trainer.batches.records import RecordFile, StepRecord
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.messages import (
+from paceline.services.policy_trainer.batches.batcher import Batcher
+from paceline.services.policy_trainer.batches.collected import Collected, collected_of, count_batch
+from paceline.services.policy_trainer.batches.groups import Wanted
+from paceline.services.policy_trainer.batches.records import RecordFile, StepRecord
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Batched,
     Message,
@@ -34,7 +30,7 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.metrics import (
+from paceline.services.policy_trainer.metrics import (
     CHECKPOINTS_DAMAGED,
     NOT_FINITE,
     PART_TIME,
@@ -42,7 +38,16 @@ from policy_trainer.metrics import (
     VERSIONS_TAKEN,
     record_step,
 )
-from policy_trainer.publish import Publication, check_same_model, pull_served, push
+from paceline.services.policy_trainer.publish import (
+    Publication,
+    check_same_model,
+    pull_served,
+    push,
+)
+from paceline.streams import Ledger, RedisStream, connect, run_key
+from paceline.telemetry import extract, get_logger, link_current, names, span
+from paceline.tensors import NamedTensor
+from paceline.training.checkpoints import Resumable
 
 _log = get_logger(__name__)
 

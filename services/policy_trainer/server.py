@@ -14,15 +14,24 @@ from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
 from paceline.rpc.progress import add_progress
+from paceline.services.policy_trainer.algorithms import check_algorithm
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.driver import PolicyDriver
+from paceline.services.policy_trainer.messages import (
+    Batched,
+    Kept,
+    News,
+    Progress,
+    Pushed,
+    Sender,
+    Stepped,
+    Train,
+)
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from paceline.v1.progress_pb2 import GetProgressResponse
 from paceline.v1.trajectory_pb2 import CommandContext
-from policy_trainer.algorithms import check_algorithm
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.driver import PolicyDriver
-from policy_trainer.messages import Batched, Kept, News, Progress, Pushed, Sender, Stepped, Train
 
 SERVICE_NAME = "paceline.v1.PolicyService"
 STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30

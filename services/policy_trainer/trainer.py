@@ -13,6 +13,25 @@ import torch.distributed as dist
 
 from paceline.errors import DataLoss, InternalError, ResourceExhausted, Unavailable, WeightsError
 from paceline.ranks.messages import Doing, Impaired, Save
+from paceline.services.policy_trainer.audit import audit_figures, judged
+from paceline.services.policy_trainer.batches.batch import TrainBatch
+from paceline.services.policy_trainer.batches.collected import Collected
+from paceline.services.policy_trainer.best import Best, read_best, write_best
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.learner import Learner
+from paceline.services.policy_trainer.messages import (
+    Batched,
+    BatchFacts,
+    Command,
+    Keep,
+    Kept,
+    Progress,
+    Started,
+    Train,
+)
+from paceline.services.policy_trainer.metrics import CHECKPOINT_TIME, PART_TIME, UPDATES
+from paceline.services.policy_trainer.publish import Publication, gather_publication, take_served
+from paceline.services.policy_trainer.rank_zero import RankZero
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span
 from paceline.training.checkpoints import (
@@ -25,25 +44,6 @@ from paceline.training.checkpoints import (
 )
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero, tensors_from_rank_zero
-from policy_trainer.audit import audit_figures, judged
-from policy_trainer.batches.batch import TrainBatch
-from policy_trainer.batches.collected import Collected
-from policy_trainer.best import Best, read_best, write_best
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.learner import Learner
-from policy_trainer.messages import (
-    Batched,
-    BatchFacts,
-    Command,
-    Keep,
-    Kept,
-    Progress,
-    Started,
-    Train,
-)
-from policy_trainer.metrics import CHECKPOINT_TIME, PART_TIME, UPDATES
-from policy_trainer.publish import Publication, gather_publication, take_served
-from policy_trainer.rank_zero import RankZero
 
 _PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
 SKIPPED_IN_ROW = 3

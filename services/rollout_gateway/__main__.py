@@ -1,10 +1,10 @@
-"""`python -m rollout_gateway`: the gateway process."""
+"""`python -m paceline.services.rollout_gateway`: the gateway process."""
 
 from __future__ import annotations
 
 from paceline.local.entry import run_service
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.server import serve
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.server import serve
 
 if __name__ == "__main__":
     run_service("gateway", GatewayConfig, serve)

@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
-from rollout_gateway.bandits.base import BanditConfig
-from rollout_gateway.engines.embedded.spec import EmbeddedConfig
-from rollout_gateway.engines.settings import ModelSettings, Precision
-from rollout_gateway.engines.sglang.spec import SGLangConfig
+from paceline.services.rollout_gateway.bandits.base import BanditConfig
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedConfig
+from paceline.services.rollout_gateway.engines.settings import ModelSettings, Precision
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangConfig
 
 
 class EngineConfig(ModelSettings):

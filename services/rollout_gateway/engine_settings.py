@@ -8,9 +8,9 @@ from typing import Any
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.plugins import import_object
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engines import ENGINES, find_engine
-from rollout_gateway.engines.settings import ModelSettings
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines import ENGINES, find_engine
+from paceline.services.rollout_gateway.engines.settings import ModelSettings
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
 
 def _script(config: GatewayConfig) -> dict[str, Any]:
     """What the scripted engine replays; its file may overrule the settings."""
-    from rollout_gateway.testing.scripted.script import read_script
+    from paceline.services.rollout_gateway.testing.scripted.script import read_script
 
     tokenizer = Path(config.tokenizer or config.model) / "tokenizer.json"
     script = read_script(Path(config.engine.script)) if config.engine.script else {}

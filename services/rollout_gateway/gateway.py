@@ -19,39 +19,43 @@ from paceline.local.process_directory import process_directory
 from paceline.plugins import import_object
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway.calls.call import Call, Plan
+from paceline.services.rollout_gateway.calls.checks import check_arm
+from paceline.services.rollout_gateway.calls.planner import Planner
+from paceline.services.rollout_gateway.calls.queue import FairQueue
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
+from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.environments import Equipment
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.features.publisher import (
+    ROW_DTYPES,
+    FeaturePublisher,
+    Origin,
+)
+from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.sessions.agents import Agents
+from paceline.services.rollout_gateway.sessions.outbox import Outbox
+from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.workers.expiry import Expiry
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.keeper import RowShape
+from paceline.services.rollout_gateway.workers.lending import Lending
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.quarantine import Quarantined
+from paceline.services.rollout_gateway.workers.router import Router
+from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
-from rollout_gateway import metrics
-from rollout_gateway.calls.aside import LargeRequests
-from rollout_gateway.calls.call import Call, Plan
-from rollout_gateway.calls.checks import check_arm
-from rollout_gateway.calls.planner import Planner
-from rollout_gateway.calls.queue import FairQueue
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engine_settings import engine_settings
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
-from rollout_gateway.engines.sampling import UNSEEDED
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.environments import Equipment
-from rollout_gateway.environments.toolbox import Toolbox
-from rollout_gateway.features.publisher import ROW_DTYPES, FeaturePublisher, Origin
-from rollout_gateway.rewards import RewardRules
-from rollout_gateway.sandbox import Sandbox
-from rollout_gateway.sessions.agents import Agents
-from rollout_gateway.sessions.outbox import Outbox
-from rollout_gateway.sessions.tree import Turn
-from rollout_gateway.workers.expiry import Expiry
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.keeper import RowShape
-from rollout_gateway.workers.lending import Lending
-from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.quarantine import Quarantined
-from rollout_gateway.workers.router import Router
-from rollout_gateway.workers.weights import WorkerWeights
 
 STOP_GRACE_S = 10.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"

@@ -1,7 +1,7 @@
 """Checks what the gateway needs of a machine: torch, GPUs, SGLang, walls around code of models.
 
-`python -m rollout_gateway.machine_checks [--config FILE] [key=value ...]` prints a JSON list of
-findings; a program of its own, because it imports torch.
+A program of its own, because it imports torch. `[--config FILE] [key=value ...]` are its arguments;
+it prints a JSON list of findings.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.findings import Finding, looked_at
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.sandbox import Sandbox
-from rollout_gateway.sandbox.runs import ALL_LAYERS
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.sandbox.runs import ALL_LAYERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -43,7 +43,7 @@ def torch_and_gpus() -> list[Finding]:
 
 def sglang(config: GatewayConfig) -> Finding:
     """Whether the SGLang that is there can be driven; only its engine needs one."""
-    from rollout_gateway.engines.sglang.host import check_installed
+    from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 
     found = looked_at("sglang", check_installed)
     if found.verdict == "ok" or config.engine.kind == "sglang":
@@ -70,7 +70,7 @@ async def walls(config: GatewayConfig) -> Finding:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the findings."""
-    parser = argparse.ArgumentParser(prog="python -m rollout_gateway.machine_checks")
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     words = parser.parse_intermixed_args(argv)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from paceline.local.processes import stopped
 from paceline.rpc.progress import AGENTS, REDIS
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.workers.placement import Seat
 
 
 async def progress(gateway: Gateway) -> GetProgressResponse:

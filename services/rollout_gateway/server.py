@@ -16,17 +16,17 @@ from paceline.local.patience import patient
 from paceline.local.tokens import example_call
 from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
 from paceline.rpc.progress import add_progress
+from paceline.services.rollout_gateway.api.grpc import RolloutServicer
+from paceline.services.rollout_gateway.api.http.app import build_app
+from paceline.services.rollout_gateway.api.http.bodies import most_bytes
+from paceline.services.rollout_gateway.api.http.protocol import BoundedProtocol
+from paceline.services.rollout_gateway.background import cancel
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.progress import progress
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
-from rollout_gateway.api.grpc import RolloutServicer
-from rollout_gateway.api.http.app import build_app
-from rollout_gateway.api.http.bodies import most_bytes
-from rollout_gateway.api.http.protocol import BoundedProtocol
-from rollout_gateway.background import cancel
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.progress import progress
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0

@@ -84,7 +84,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int
         "addresses.gateway": f"127.0.0.1:{grpc_port}",
         "addresses.http": f"127.0.0.1:{http_port}",
     }
-    words = [sys.executable, "-m", "rollout_gateway"]
+    words = [sys.executable, "-m", "paceline.services.rollout_gateway"]
     words += [f"{name}={value}" for name, value in settings.items()]
     with (directory / "gateway.log").open("wb") as log:
         process = subprocess.Popen(words, env=child_environment(), stdout=log, stderr=log)

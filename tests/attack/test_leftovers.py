@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.attack, pytest.mark.timeout(120)]
 
 GATEWAY = """
 import asyncio, json, sys
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.gateway import Gateway
 
 CODE = "import time; open('begun', 'w').close(); time.sleep(99)"
 

@@ -37,7 +37,12 @@ def test_a_demo_listens_on_loopback_and_in_directories_of_its_user_alone(
     family = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
     inet, unix = open_doors(family)
     modules = " ".join(word for process in family for word in process.cmdline())
-    for part in ("coordinator", "rollout_gateway", "policy_trainer.rank", "drafter_trainer.rank"):
+    for part in (
+        "coordinator",
+        "rollout_gateway",
+        "paceline.services.policy_trainer.rank",
+        "paceline.services.drafter_trainer.rank",
+    ):
         assert part in modules
     assert len(inet) >= 5  # four services and the gateway's HTTP
     assert beyond_loopback(inet) == []

@@ -45,7 +45,13 @@ def test_a_living_run_cannot_be_resumed_and_a_killed_one_can(
     output, _ = demo(tmp_path, "--resume", run.name).communicate(timeout=patient(30))
     refusal = f"the supervisor of {run} runs already; seen: pid {first.pid}, since"
     assert refusal in " ".join(output.split())
-    gateway = [sys.executable, "-m", "rollout_gateway", "--config", str(run / "config.toml")]
+    gateway = [
+        sys.executable,
+        "-m",
+        "paceline.services.rollout_gateway",
+        "--config",
+        str(run / "config.toml"),
+    ]
     refused = subprocess.run(
         gateway, capture_output=True, text=True, timeout=patient(30), check=False
     )

@@ -16,8 +16,8 @@ from integration.gateway.conftest import serving, sums, tiny_model
 
 from paceline.errors import ConfigError
 from paceline.local.user_directory import user_directory
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.sandbox import Sandbox, SandboxResult
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
 
 pytestmark = pytest.mark.attack
 KINDS = ("namespaces", "landlock")

@@ -59,7 +59,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Returns when it serves."""
-        words = (sys.executable, "-m", "rollout_gateway", *self._words)
+        words = (sys.executable, "-m", "paceline.services.rollout_gateway", *self._words)
         self._process = await asyncio.create_subprocess_exec(*words, env=os.environ.copy())
         await wait_healthy(self.address, SecurityConfig(), START_S)
 

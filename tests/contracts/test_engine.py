@@ -18,11 +18,10 @@ from random_models import save_random
 from remote_engine import RemoteEngine, WorkerClient
 
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, WeightsError
-from paceline.trajectory import Target, VersionSet, VersionSpan
-from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     Finish,
@@ -33,10 +32,11 @@ from rollout_gateway.engines.nouns import (
     StageTime,
     Withheld,
 )
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.testing.scripted.engine import build_scripted
-from rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.trajectory import Target, VersionSet, VersionSpan
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 ROUNDS_AT_MOST = 500

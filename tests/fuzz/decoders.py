@@ -13,12 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from coordinator.journal.entry import VERSION as JOURNAL_VERSION
-from coordinator.journal.entry import JournalEntry
-from coordinator.journal.groups import KnownGroup
-from coordinator.journal.records import Carried
-from coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
-from coordinator.machine.state import State
 from paceline import events
 from paceline.client.answers import (
     ChatAnswer,
@@ -37,6 +31,30 @@ from paceline.messages import versions_from_proto
 from paceline.models.config import read_config
 from paceline.ranks.messages import Failed, Saved
 from paceline.report.spans import read_report
+from paceline.services.coordinator.journal.entry import VERSION as JOURNAL_VERSION
+from paceline.services.coordinator.journal.entry import JournalEntry
+from paceline.services.coordinator.journal.groups import KnownGroup
+from paceline.services.coordinator.journal.records import Carried
+from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
+from paceline.services.coordinator.machine.state import State
+from paceline.services.policy_trainer.messages import MESSAGES
+from paceline.services.rollout_gateway.api.http.anthropic.schema import (
+    ConversationBody,
+    MessagesBody,
+)
+from paceline.services.rollout_gateway.api.http.bodies import Outline, parse
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
+from paceline.services.rollout_gateway.chat.parse import ChatParser
+from paceline.services.rollout_gateway.chat.tool_formats import tool_format
+from paceline.services.rollout_gateway.engines.requests.json_schema import check_json_schema
+from paceline.services.rollout_gateway.engines.requests.structures import structure_of
+from paceline.services.rollout_gateway.engines.sampling import check_sampling
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.rewards.code_harness import Wire, unpack
+from paceline.services.rollout_gateway.rewards.remote import reward_of
+from paceline.services.rollout_gateway.sandbox.runs import _checked_files
 from paceline.streams.features import FeatureBatch, decode_features, encode_features
 from paceline.streams.trajectories import decode_trajectory, encode_trajectory
 from paceline.tasks import read_tasks
@@ -48,21 +66,6 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
 from paceline.weights.manifest import build_manifest, check_manifest, layouts
 from paceline.weights.wire import PushChunk, decode_push, encode_push
-from policy_trainer.messages import MESSAGES
-from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
-from rollout_gateway.api.http.bodies import Outline, parse
-from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
-from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.api.http.sessions import FailBody, OpenBody, RewardBody
-from rollout_gateway.chat.parse import ChatParser
-from rollout_gateway.chat.tool_formats import tool_format
-from rollout_gateway.engines.requests.json_schema import check_json_schema
-from rollout_gateway.engines.requests.structures import structure_of
-from rollout_gateway.engines.sampling import check_sampling
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.rewards.code_harness import Wire, unpack
-from rollout_gateway.rewards.remote import reward_of
-from rollout_gateway.sandbox.runs import _checked_files
 
 
 class Decoder(NamedTuple):

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
-from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.learn.membership import Membership, on_cpu
-from drafter_trainer.rows.batcher import pack
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import Membership, on_cpu
+from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.eagle.net import EagleNet
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 

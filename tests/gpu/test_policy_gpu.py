@@ -12,12 +12,12 @@ from random_models import save_random
 from torch.distributed.device_mesh import DeviceMesh
 from unit.policy_trainer.sharded_step import trajectories, whole
 
+from paceline.services.policy_trainer.batches.batch import make_batch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.learner import Learner
+from paceline.services.policy_trainer.learn.parallel import form_mesh
 from paceline.training import STORE_VARIABLE
-from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.parallel import form_mesh
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -14,12 +14,12 @@ import pytest
 import torch
 from remote_engine import WorkerClient
 
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker import wire
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 DEMO = Path(__file__).parents[2] / "examples" / "demo"

@@ -15,8 +15,6 @@ import pytest
 from rich.console import Console
 from slot_overlaps import overlaps
 
-from coordinator.config import CoordinatorConfig
-from coordinator.server import serve
 from paceline.cli.access import coordinator_of
 from paceline.cli.status import show_status
 from paceline.config import SecurityConfig, load_config
@@ -39,6 +37,8 @@ from paceline.report.slots import (
     step_windows,
 )
 from paceline.rpc import EpochGuard, Server, Track
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.server import serve
 from paceline.streams import connect
 from paceline.streams.journal_line import unpack_entry
 from paceline.streams.journal_pages import journal_lines

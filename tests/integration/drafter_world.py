@@ -85,14 +85,14 @@ class World:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "drafter_trainer",
+            "paceline.services.drafter_trainer",
             *(f"{key}={value}" for key, value in keys.items()),
         )
         await wait_healthy(self.address, SECURITY, patient(60))
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
-            children = running("drafter_trainer.rank")
+            children = running("paceline.services.drafter_trainer.rank")
             self.process.send_signal(number)
             await asyncio.wait_for(self.process.wait(), patient(30))
             _, alive = psutil.wait_procs(children, timeout=patient(10))

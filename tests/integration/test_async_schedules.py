@@ -24,11 +24,11 @@ from integration.coordinator_world import (
 )
 from slot_overlaps import overlaps
 
-from coordinator.config import CoordinatorConfig
-from coordinator.journal.journal import Journal
-from coordinator.machine.schedule import groups_running
-from coordinator.transitions import Transitions
 from paceline.report.slots import slot_intervals, step_windows
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine.schedule import groups_running
+from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect
 
 pytestmark = pytest.mark.timeout(90)
@@ -160,4 +160,6 @@ async def _nobody(*facts: object) -> None:
 
 
 async def _process(words: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "coordinator", *words)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "paceline.services.coordinator", *words
+    )

@@ -6,7 +6,7 @@ import redis.asyncio
 
 from benchmarks.growth import simulate
 from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES, WORKERS, JournaledRun, replayed
-from coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.journal import Journal
 from paceline.streams import Ledger, LedgerCount, run_key
 
 SESSIONS = 8

@@ -30,13 +30,6 @@ from integration.coordinator_world import (
 )
 from rich.console import Console
 
-from coordinator import server
-from coordinator.config import CoordinatorConfig
-from coordinator.journal.journal import TOGETHER, Journal
-from coordinator.machine import events
-from coordinator.machine.state import Phase
-from coordinator.runner import Runner
-from coordinator.server import serve
 from paceline.cli.access import coordinator_of
 from paceline.cli.status import show_status
 from paceline.cli.stop import stop_run
@@ -55,6 +48,13 @@ from paceline.local.ports import free_port
 from paceline.report.journal import copy_journal, read_history
 from paceline.rpc import EpochGuard, channel
 from paceline.rpc.progress import ask_progress
+from paceline.services.coordinator import server
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.journal.journal import TOGETHER, Journal
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.state import Phase
+from paceline.services.coordinator.runner import Runner
+from paceline.services.coordinator.server import serve
 from paceline.streams import connect
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import rollout_pb2
@@ -257,7 +257,9 @@ async def test_a_killed_coordinator_takes_its_run_up_again(
 
 
 async def _process(words: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "coordinator", *words)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "paceline.services.coordinator", *words
+    )
 
 
 async def test_the_trainer_is_asked_for_the_scored_sessions_of_each_group(

@@ -9,15 +9,15 @@ import pytest
 import torch.distributed as dist
 from integration.drafter_world import POLICY, rows_of_policy
 
-from drafter_trainer.config import BufferConfig, DrafterOptimizerConfig
-from drafter_trainer.gate.evaluate import chain_matches
-from drafter_trainer.learn.heads import load_policy_head
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.offline.trainer import acceptance as offline_acceptance
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.buffer import FeatureBuffer
-from drafter_trainer.rows.sample import sample_from
 from paceline.models.config import read_config
+from paceline.services.drafter_trainer.config import BufferConfig, DrafterOptimizerConfig
+from paceline.services.drafter_trainer.gate.evaluate import chain_matches
+from paceline.services.drafter_trainer.learn.heads import load_policy_head
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.offline.trainer import acceptance as offline_acceptance
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
+from paceline.services.drafter_trainer.rows.sample import sample_from
 from paceline.speculators.eagle.net import EagleNet
 
 

@@ -458,7 +458,7 @@ def judged_first(batch: FeatureBatch) -> bool:
 
 def test_the_parent_imports_no_torch() -> None:
     code = (
-        "import drafter_trainer.server, sys; assert 'torch' not in sys.modules and "
+        "import paceline.services.drafter_trainer.server, sys; assert 'torch' not in sys.modules and "
         "'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))

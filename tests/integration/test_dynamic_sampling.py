@@ -100,4 +100,6 @@ async def test_a_coordinator_killed_in_a_later_round_asks_for_that_round_again(
 
 
 async def _process(words: list[str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "coordinator", *words)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "paceline.services.coordinator", *words
+    )

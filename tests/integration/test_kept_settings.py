@@ -16,10 +16,10 @@ from integration.coordinator_world import (
     running_peers,
 )
 
-from coordinator import server
-from coordinator.machine.settings import KEPT
-from coordinator.server import serve
 from paceline.errors import ConfigError
+from paceline.services.coordinator import server
+from paceline.services.coordinator.machine.settings import KEPT
+from paceline.services.coordinator.server import serve
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -22,9 +22,6 @@ from integration.coordinator_world import (
 from rich.console import Console
 from typer.testing import CliRunner
 
-from coordinator import server
-from coordinator.config import CoordinatorConfig
-from coordinator.server import serve
 from paceline.cli.access import Coordinator, coordinator_of
 from paceline.cli.choice import Request, choose_drafter
 from paceline.cli.main import app
@@ -33,6 +30,9 @@ from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, PacelineError, Unavailable
 from paceline.local.ports import free_port
+from paceline.services.coordinator import server
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.server import serve
 from paceline.v1 import coordinator_pb2 as pb
 
 pytestmark = pytest.mark.timeout(60)

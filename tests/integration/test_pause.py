@@ -23,13 +23,13 @@ from integration.coordinator_world import (
 )
 from rich.console import Console
 
-from coordinator import server
-from coordinator.config import CoordinatorConfig
-from coordinator.server import serve
 from paceline.cli.access import Coordinator, coordinator_of
 from paceline.cli.pause import pause_run, resume_run
 from paceline.cli.stop import stop_run
 from paceline.errors import FailedPrecondition
+from paceline.services.coordinator import server
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.server import serve
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import rollout_pb2
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub

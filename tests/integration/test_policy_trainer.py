@@ -53,7 +53,7 @@ GROUPS, SIBLINGS, VOCABULARY = 3, 4, 61
 NAN_LOSS = """
 import dataclasses
 
-from policy_trainer.algorithms.grpo import Grpo
+from paceline.services.policy_trainer.algorithms.grpo import Grpo
 
 
 class NanLoss(Grpo):
@@ -153,7 +153,7 @@ class World:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "policy_trainer",
+            "paceline.services.policy_trainer",
             *(f"{key}={value}" for key, value in keys.items()),
             pass_fds=(self.news,) if self.news else (),
         )
@@ -209,7 +209,7 @@ class World:
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
-            children = running("policy_trainer.rank")
+            children = running("paceline.services.policy_trainer.rank")
             self.process.send_signal(number)
             await asyncio.wait_for(self.process.wait(), patient(30))
             _, alive = psutil.wait_procs(children, timeout=patient(10))
@@ -460,7 +460,7 @@ async def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_its_steps_
     status = await world.status()
     assert (status.policy_version, status.step, status.checkpoint_version) == (3, 2, 2)
     assert (await world.step(2, 2))[-1].bytes == 0, "the step came to other weights"
-    log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
+    log = (world.directory / "logs" / "paceline.services.policy_trainer.rank-rank0.log").read_text()
     assert "checkpoint_damaged" in log
     assert "rank-1.safetensors" in log
     await world.append(3, 3)
@@ -472,7 +472,7 @@ async def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_its_steps_
         (checkpoint / "manifest.json").unlink(missing_ok=True)  # killed while it removed one
     process = await world.spawn()
     assert await asyncio.wait_for(process.wait(), patient(60)) != 0
-    log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
+    log = (world.directory / "logs" / "paceline.services.policy_trainer.rank-rank0.log").read_text()
     assert "cannot be trained again" in log
 
 
@@ -569,7 +569,7 @@ async def test_a_killed_rank_costs_a_repeated_step_and_changes_no_bit(
         told = (one async for one in news if one[0] != "turn")  # of the event loop, all the while
         kind, what = await anext(told)
         assert kind == "impaired"
-        assert "rank 1 of policy_trainer.rank was killed by SIGKILL" in what
+        assert "rank 1 of paceline.services.policy_trainer.rank was killed by SIGKILL" in what
         assert (await anext(told))[0] == "recovered"
     await world.stop()
 

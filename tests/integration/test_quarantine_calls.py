@@ -15,8 +15,8 @@ from integration.coordinator_world import (
     running_peers,
 )
 
-from coordinator import server
 from paceline.report.journal import copy_journal, read_history
+from paceline.services.coordinator import server
 from paceline.streams import connect
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 

@@ -23,7 +23,7 @@ from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Doing
 from paceline.ranks.watched import WatchedRanks
-from policy_trainer.messages import MESSAGES, Progress, Started
+from paceline.services.policy_trainer.messages import MESSAGES, Progress, Started
 
 BEAT_S = LIMIT_S / 6
 IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])

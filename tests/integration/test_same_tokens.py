@@ -12,12 +12,12 @@ import pytest
 import torch
 from random_models import FAMILIES, save_random
 
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import NEAR_TIE_GAP
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
 
 ARMS = (
     "off",

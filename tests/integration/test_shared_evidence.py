@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from remote_engine import WorkerClient
 
+from paceline.services.rollout_gateway.engines.nouns import Finish
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.nouns import Finish
 
 ROW_BYTES = 16
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 def engine_worker(run: subprocess.Popen[str]) -> psutil.Process:
     """One of the processes around an engine."""
-    return running("rollout_gateway.engines.worker.process", run.pid)[0]
+    return running("paceline.services.rollout_gateway.engines.worker.process", run.pid)[0]
 
 
 def test_an_alarm_names_the_stopped_worker_and_all_who_wait_for_it(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from goodness_of_fit import g_test, power
 from random_models import random_model
 from torch import Tensor
 
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import SpeculationStats
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3
 SEQUENCES = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)

@@ -20,11 +20,8 @@ from paceline.messages import (
     versions_from_proto,
     versions_to_proto,
 )
-from paceline.trajectory import DrawSpan, SpeculationStats, VersionSet, VersionSpan
-from paceline.v1 import engine_pb2 as pb
-from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -35,8 +32,11 @@ from rollout_gateway.engines.nouns import (
     RoundSplit,
     RowLayout,
 )
-from rollout_gateway.engines.sampling import UNSEEDED, Sampling
-from rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.trajectory import DrawSpan, SpeculationStats, VersionSet, VersionSpan
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
 
 U32 = st.integers(0, 2**32 - 1)
 FLOATS = st.floats(width=32, allow_nan=False)

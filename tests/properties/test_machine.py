@@ -10,12 +10,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.machine import commands, events
-from coordinator.machine.moves import worker_slots
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.slots import Holder, WorkerState, slot_row
-from coordinator.machine.state import Phase, Service, State
-from coordinator.machine.step import LIVE, step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.moves import worker_slots
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.slots import Holder, WorkerState, slot_row
+from paceline.services.coordinator.machine.state import Phase, Service, State
+from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
 
 UNNUMBERED = (

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from machine_world import Checks, Explored, Move, World, answers, explore
 
-from coordinator.machine import commands, commit, events, rollout, rules, schedule
-from coordinator.machine.decision import Decision
-from coordinator.machine.marks import rollout_call
-from coordinator.machine.settings import Placement, RunSettings, Schedule
-from coordinator.machine.slots import Holder, WorkerState
-from coordinator.machine.state import MachineError, Phase, State
-from coordinator.machine.step import EVENTS, step
+from paceline.services.coordinator.machine import commands, commit, events, rollout, rules, schedule
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.marks import rollout_call
+from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
+from paceline.services.coordinator.machine.slots import Holder, WorkerState
+from paceline.services.coordinator.machine.state import MachineError, Phase, State
+from paceline.services.coordinator.machine.step import EVENTS, step
 
 THREE = RunSettings(workers=3, total_steps=2, training_interval_steps=1)
 APART = replace(THREE, placement=Placement.DISAGGREGATED, learner_slots=1)

@@ -23,11 +23,11 @@ from session_turns import session
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.errors import InvalidInput
-from rollout_gateway.calls.call import Plan
-from rollout_gateway.calls.planner import Asked
-from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.sessions.session import Caller, Session
-from rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.calls.call import Plan
+from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
+from paceline.services.rollout_gateway.sessions.tree import Turn
 
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
 CALLS = {

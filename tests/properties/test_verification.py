@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.models.sampling import DrawParams, draw
-from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
-from rollout_gateway.engines.embedded.verify import accepted_drafts, verify
-from rollout_gateway.engines.requests.tree_paths import follow
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, node_depths
+from paceline.services.rollout_gateway.engines.embedded.verify import accepted_drafts, verify
+from paceline.services.rollout_gateway.engines.requests.tree_paths import follow
 
 VOCAB = 5
 

@@ -46,6 +46,7 @@ class Checkout:
                 ROOT / folder,
                 root / folder,
                 copy_function=os.symlink,
+                symlinks=True,  # libs/paceline/services leads to the copy of services
                 ignore=shutil.ignore_patterns("__pycache__"),
             )
 
@@ -65,7 +66,7 @@ class Checkout:
     @property
     def environment(self) -> dict[str, str]:
         """For processes that are to import this copy, and modules beside it."""
-        folders = (self.root / "libs", self.root / "services", self.root)
+        folders = (self.root / "libs", self.root)
         return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
     def python(self, code: str, *words: str) -> subprocess.CompletedProcess[str]:

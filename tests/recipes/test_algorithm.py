@@ -12,7 +12,7 @@ IN_THE_TREE = (
     Change(f"{P}/twin.py", ALGORITHM),
     Change(
         f"{P}/__init__.py",
-        '    "twin": "policy_trainer.algorithms.twin:Reversed",\n',
+        '    "twin": "paceline.services.policy_trainer.algorithms.twin:Reversed",\n',
         '    "grpo": ',
     ),
 )

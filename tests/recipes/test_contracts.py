@@ -9,7 +9,7 @@ import shutil
 import pytest
 from recipes.checkout import CLI, ROOT, Change, Checkout, places
 
-from rollout_gateway.engines.sglang.hook_points import RELEASES
+from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
 
 SETTING = (
     Change(
@@ -34,10 +34,10 @@ EVENT = (
 )
 READ_BACK = """
 import asyncio, sys
-from coordinator.journal.entry import EntryBody, JournalEntry
-from coordinator.journal.journal import Journal
-from coordinator.machine.events import Twinned
-from coordinator.machine.state import Phase, Service
+from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine.events import Twinned
+from paceline.services.coordinator.machine.state import Phase, Service
 from paceline.streams import connect
 from paceline.trajectory import VersionSet
 
@@ -153,7 +153,7 @@ def test_a_new_sampling_parameter_changes_what_the_client_gets(checkout: Checkou
 def test_a_new_release_of_sglang_is_taken_and_an_unknown_one_refused(checkout: Checkout) -> None:
     checkout.change(RELEASE)
     check = (
-        "import sys; from rollout_gateway.engines.sglang import host; "
+        "import sys; from paceline.services.rollout_gateway.engines.sglang import host; "
         "host.version = lambda name: sys.argv[1]; host.check_installed()"
     )
     assert checkout.python(check, "0.7.7").returncode == 0

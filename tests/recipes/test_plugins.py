@@ -39,8 +39,8 @@ IN_THE_TREE = {
         Change(f"{G}/bandits/twin.py", BANDIT),
         Change(
             f"{G}/bandits/__init__.py",
-            "from rollout_gateway.bandits.twin import LastArm\n",
-            "from rollout_gateway.bandits.ucb",
+            "from paceline.services.rollout_gateway.bandits.twin import LastArm\n",
+            "from paceline.services.rollout_gateway.bandits.ucb",
         ),
         Change(
             f"{G}/bandits/__init__.py", '    "twin": LastArm,\n', "    COST_MODEL: CostModel,\n"
@@ -50,8 +50,8 @@ IN_THE_TREE = {
         Change(f"{G}/environments/twin.py", ENVIRONMENT),
         Change(
             f"{G}/environments/__init__.py",
-            "from rollout_gateway.environments.twin import Signed\n",
-            "from rollout_gateway.sandbox",
+            "from paceline.services.rollout_gateway.environments.twin import Signed\n",
+            "from paceline.services.rollout_gateway.sandbox",
         ),
         Change(f"{G}/environments/__init__.py", '    "twin": Signed,\n', '    "tool_use": lambda'),
     ),
@@ -59,8 +59,8 @@ IN_THE_TREE = {
         Change(f"{G}/rewards/twin.py", TABLE_REWARD),
         Change(
             f"{G}/rewards/rules.py",
-            "from rollout_gateway.rewards.twin import Signature\n",
-            "from rollout_gateway.sandbox",
+            "from paceline.services.rollout_gateway.rewards.twin import Signature\n",
+            "from paceline.services.rollout_gateway.sandbox",
         ),
         Change(
             f"{G}/rewards/rules.py",
@@ -73,7 +73,7 @@ IN_THE_TREE = {
         Change(
             f"{G}/engines/__init__.py",
             '    "twin": EngineKind(f"{_TWIN}:TwinSpec", f"{_TWIN}:build"),\n'.replace(
-                "{_TWIN}", "rollout_gateway.engines.twin"
+                "{_TWIN}", "paceline.services.rollout_gateway.engines.twin"
             ),
             '    "sglang": EngineKind(',
         ),

@@ -26,8 +26,8 @@ KIND = SpeculatorKind("twin", f"{__name__}:TwinDrafter", f"{__name__}:TwinNet", 
 """
 
 BANDIT = """
-from rollout_gateway.bandits.base import ArmChoice
-from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
+from paceline.services.rollout_gateway.bandits.base import ArmChoice
+from paceline.services.rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
 
 
 class LastArm(EpsilonGreedy):
@@ -38,7 +38,7 @@ class LastArm(EpsilonGreedy):
 ENVIRONMENT = """
 from dataclasses import replace
 
-from rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
 
 
 class Signed(SingleTurn):
@@ -62,9 +62,9 @@ class Signature:
 """
 
 ENGINE = """
-from rollout_gateway.engines import EngineKind
-from rollout_gateway.testing.scripted.engine import build_scripted
-from rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.engines import EngineKind
+from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 
 
 class TwinSpec(ScriptedSpec):
@@ -81,7 +81,7 @@ KIND = EngineKind(f"{__name__}:TwinSpec", f"{__name__}:build")
 ALGORITHM = """
 from dataclasses import replace
 
-from policy_trainer.algorithms.grpo import Grpo
+from paceline.services.policy_trainer.algorithms.grpo import Grpo
 
 
 class Reversed(Grpo):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine import commands, events
-from coordinator.machine.commands import Command
-from coordinator.machine.events import Event
-from coordinator.machine.settings import Placement, RunSettings, Schedule
-from coordinator.machine.state import Phase, Service, State
-from coordinator.machine.step import step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
+from paceline.services.coordinator.machine.state import Phase, Service, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 
 SYNC = RunSettings(workers=2, total_steps=2, training_interval_steps=1)

@@ -9,20 +9,25 @@ from dataclasses import dataclass, replace
 import pytest
 import redis.asyncio
 
-from coordinator.journal.entry import VERSION, JournalEntry, changed_slots, entry_of
-from coordinator.journal.groups import ClosedGroups
-from coordinator.journal.journal import Journal
-from coordinator.journal.records import StepRecords
-from coordinator.journal.snapshot import Snapshot
-from coordinator.machine import commands, events
-from coordinator.machine.decision import Decision
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Evaluation, Phase, Service, State
-from coordinator.machine.step import EVENTS as EVENT_ROWS
-from coordinator.machine.step import EventRow, none, step
 from paceline.errors import DataLoss, FailedPrecondition
+from paceline.services.coordinator.journal.entry import (
+    VERSION,
+    JournalEntry,
+    changed_slots,
+    entry_of,
+)
+from paceline.services.coordinator.journal.groups import ClosedGroups
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.records import StepRecords
+from paceline.services.coordinator.journal.snapshot import Snapshot
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Evaluation, Phase, Service, State
+from paceline.services.coordinator.machine.step import EVENTS as EVENT_ROWS
+from paceline.services.coordinator.machine.step import EventRow, none, step
 from paceline.streams import run_key
 from paceline.trajectory import VersionSet
 

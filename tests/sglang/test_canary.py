@@ -21,6 +21,8 @@ from paceline.config import SecurityConfig
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
 from paceline.rpc import channel
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.server import running
 from paceline.tensors import NamedTensor, decode_safetensors, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -28,8 +30,6 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.weights import build_manifest, push_weights
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.server import running
 
 pytestmark = [
     pytest.mark.sglang,

@@ -24,13 +24,13 @@ from sglang_served import (
 )
 from transformers import AutoTokenizer, PreTrainedModel
 
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Finish, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Finish, Request
-from rollout_gateway.engines.sampling import Sampling
 
 pytestmark = pytest.mark.sglang
 ARMS = ("off", "eagle:1_1_2", "eagle:3_1_4", "eagle:2_2_5", "eagle:4_3_12")

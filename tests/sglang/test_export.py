@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from drafter_trainer.export import app
 from paceline.local.patience import patient
 from paceline.models.decoder import Block
+from paceline.services.drafter_trainer.export import app
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.base import DraftBatch
 from paceline.speculators.draft_tree import Beam
 from paceline.speculators.layer.drafter import LayerDrafter
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, Request
-from rollout_gateway.engines.sampling import Sampling
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"
@@ -259,7 +259,7 @@ def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[st
     settings = paths | LEARNING | {"draft-steps": 3, "heldout-share": 0.02}
     options = [f"draft_vocab_size={draft_vocab_size}", "ttt_steps=3"]
     return subprocess.Popen(
-        [sys.executable, "-m", "drafter_trainer.offline"]
+        [sys.executable, "-m", "paceline.services.drafter_trainer.offline"]
         + [part for key, value in settings.items() for part in (f"--{key}", str(value))]
         + [part for option in options for part in ("--options", option)],
         stderr=subprocess.PIPE,

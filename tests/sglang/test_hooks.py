@@ -11,12 +11,12 @@ import pytest
 from sglang_served import CPU_KERNELS
 
 from paceline.local.patience import patient
-from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, RELEASES
-from rollout_gateway.engines.sglang.host import check_installed
+from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, RELEASES
+from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 
 pytestmark = pytest.mark.sglang
 UNAPPLIED = """
-from rollout_gateway.engines.sglang.plugin import check_hooks
+from paceline.services.rollout_gateway.engines.sglang.plugin import check_hooks
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 there, gone = "json.dumps", "json.no_such_function"
 for target in (there, gone):
@@ -31,7 +31,7 @@ for targets in ([there, gone], []):
 """
 PARAMETERS = """
 import inspect, json, pkgutil
-from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
+from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
 
 STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 

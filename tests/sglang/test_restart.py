@@ -23,6 +23,15 @@ from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
 from paceline.rpc import channel
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
+from paceline.services.rollout_gateway.server import running
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -30,11 +39,6 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.weights import build_manifest, commit_versions, push_weights
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
-from rollout_gateway.server import running
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 

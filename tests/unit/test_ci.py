@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig
 from paceline.config import known_keys
+from paceline.services.coordinator.config import CoordinatorConfig
 
 ROOT = Path(__file__).parents[2]
 

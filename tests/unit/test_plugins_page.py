@@ -13,20 +13,25 @@ import pytest
 import torch
 from unit.policy_trainer.batches.test_batcher import Bench, trajectory, wanted
 
-from coordinator.calls.tasks import TaskSource
-from coordinator.config import CoordinatorConfig
 from paceline.errors import ConfigError, InvalidInput
 from paceline.plugins import import_filter
+from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.policy_trainer.algorithm_settings import OwnConfig
+from paceline.services.policy_trainer.algorithms import build_algorithm
+from paceline.services.policy_trainer.algorithms.base import SessionBatch
+from paceline.services.policy_trainer.batches.batcher import Batcher
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.environments import Equipment, environment
+from paceline.services.rollout_gateway.environments.base import (
+    ChatTurn,
+    Episode,
+    EpisodeTask,
+    TextTurn,
+)
+from paceline.services.rollout_gateway.environments.interactions import Interactions, reply_of
+from paceline.services.rollout_gateway.rewards.processes.own_rules import OwnRule
 from paceline.tasks import Task, write_tasks
-from policy_trainer.algorithm_settings import OwnConfig
-from policy_trainer.algorithms import build_algorithm
-from policy_trainer.algorithms.base import SessionBatch
-from policy_trainer.batches.batcher import Batcher
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.environments import Equipment, environment
-from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
-from rollout_gateway.environments.interactions import Interactions, reply_of
-from rollout_gateway.rewards.processes.own_rules import OwnRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 EXAMPLE = re.compile(
@@ -131,7 +136,7 @@ def test_the_reward_rule_scores_an_episode(examples: dict[str, str]) -> None:
 
 def test_the_algorithm_has_its_own_advantages(examples: dict[str, str]) -> None:
     own = build_algorithm(OwnConfig(name=examples["policy_trainer.algorithm.name"]))
-    grpo = build_algorithm(OwnConfig(name="policy_trainer.algorithms.grpo:Grpo"))
+    grpo = build_algorithm(OwnConfig(name="paceline.services.policy_trainer.algorithms.grpo:Grpo"))
     nothing = torch.zeros(3)
     batch = SessionBatch(
         torch.tensor([0.0, 1.0, 4.0]),

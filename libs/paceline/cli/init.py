@@ -64,7 +64,7 @@ threads_per_rank = 1
 _OWN_TASKS = """\
 tasks_path = {tasks}
 {heldout}
-reward = {reward}       # of rollout_gateway.rewards, or package.module:rule"""
+reward = {reward}       # of paceline.services.rollout_gateway.rewards, or package.module:rule"""
 _AGENT = """\
 environment = "external"      # the tasks of your agents: docs/agents.md
 reward = "agent"              # whoever answers scores"""

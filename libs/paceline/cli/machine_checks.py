@@ -30,7 +30,7 @@ from paceline.report.machine import machine_in_words
 
 OPEN_FILES = 4096
 """An agent's connection is a file of the gateway's, and so is each worker's socket."""
-GATEWAY_CHECKS = "rollout_gateway.machine_checks"
+GATEWAY_CHECKS = "paceline.services.rollout_gateway.machine_checks"
 _GATEWAY_CHECKS_S = 120.0
 
 

@@ -49,11 +49,11 @@ REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_n
 
 TOOLS = {
     "train-drafter": (
-        "drafter_trainer.offline",
+        "paceline.services.drafter_trainer.offline",
         "Train a drafter offline from conversations, for a warm start.",
     ),
     "export-drafter": (
-        "drafter_trainer.export",
+        "paceline.services.drafter_trainer.export",
         "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
     ),
 }

@@ -10,17 +10,17 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.calls.figures import FinishedSamples
-from coordinator.calls.peers import Peers
-from coordinator.calls.tasks import TaskSource
-from coordinator.config import CoordinatorConfig
-from coordinator.journal.groups import ClosedGroups
-from coordinator.machine.commands import StepCommand
-from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
-from coordinator.machine.state import Service, State
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.rpc import leased, responses, rpc_errors
+from paceline.services.coordinator.calls.figures import FinishedSamples
+from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.journal.groups import ClosedGroups
+from paceline.services.coordinator.machine.commands import StepCommand
+from paceline.services.coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
+from paceline.services.coordinator.machine.state import Service, State
 from paceline.streams.connection import REDIS_FULL
 from paceline.telemetry import get_logger
 from paceline.v1.drafter_pb2 import RoundCosts

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from coordinator.calls.base import Calls
-from coordinator.calls.slots import resume
-from coordinator.machine import commands, events
-from coordinator.machine.state import Service
 from paceline.errors import PacelineError
 from paceline.rpc import rpc_errors
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.slots import resume
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.state import Service
 from paceline.telemetry import get_logger
 from paceline.v1.drafter_pb2 import SaveDrafterCheckpointRequest
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest

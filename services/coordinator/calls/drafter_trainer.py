@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.calls.base import RANK_LOST, Calls, answers
-from coordinator.calls.figures import message_figures
-from coordinator.calls.slots import give_back, release
-from coordinator.machine import commands, events
-from coordinator.machine.events import Event, Figure
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
+from paceline.services.coordinator.calls.base import RANK_LOST, Calls, answers
+from paceline.services.coordinator.calls.figures import message_figures
+from paceline.services.coordinator.calls.slots import give_back, release
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.events import Event, Figure
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Service
 from paceline.v1 import drafter_pb2
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from coordinator.calls import (
+from paceline.services.coordinator.calls import (
     checkpoints,
     drafter_trainer,
     gateway,
@@ -22,9 +22,9 @@ from coordinator.calls import (
     slots,
     weights,
 )
-from coordinator.calls.base import Calls, Reported
-from coordinator.machine import commands
-from coordinator.machine.commands import Command
+from paceline.services.coordinator.calls.base import Calls, Reported
+from paceline.services.coordinator.machine import commands
+from paceline.services.coordinator.machine.commands import Command
 from paceline.telemetry import get_logger
 
 CLOSE_S = 10.0

@@ -9,10 +9,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coordinator.journal.groups import FIGURE, group_figure
-from coordinator.machine.events import Figure
 from paceline.arm_names import OFF, speculator_of
 from paceline.report.solved import groups_solved, truncated_share
+from paceline.services.coordinator.journal.groups import FIGURE, group_figure
+from paceline.services.coordinator.machine.events import Figure
 from paceline.speculators.kinds import SPECULATORS
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1.drafter_pb2 import RoundCosts

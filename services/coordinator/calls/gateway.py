@@ -5,23 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
-from coordinator.calls.checkpoints import keep_if_best
-from coordinator.calls.figures import (
-    FinishedSamples,
-    accept_length,
-    pulls,
-    rollout_figures,
-    round_costs,
-)
-from coordinator.calls.quarantine import withhold
-from coordinator.calls.slots import resume
-from coordinator.calls.weights import mend, versions_at_gateway
-from coordinator.machine import commands, events
-from coordinator.machine.events import PASSED, Event, Figure
-from coordinator.machine.rollout import bits
-from coordinator.machine.settings import KEPT, RunSettings, Schedule
-from coordinator.machine.state import Evaluation, Service
 from paceline.errors import (
     ConfigError,
     FailedPrecondition,
@@ -33,6 +16,23 @@ from paceline.errors import (
 from paceline.messages import versions_from_proto
 from paceline.report.solved import accuracy, pass_figures
 from paceline.rpc import rpc_errors
+from paceline.services.coordinator.calls.base import WORKER_LOST, Calls, accepted, answers
+from paceline.services.coordinator.calls.checkpoints import keep_if_best
+from paceline.services.coordinator.calls.figures import (
+    FinishedSamples,
+    accept_length,
+    pulls,
+    rollout_figures,
+    round_costs,
+)
+from paceline.services.coordinator.calls.quarantine import withhold
+from paceline.services.coordinator.calls.slots import resume
+from paceline.services.coordinator.calls.weights import mend, versions_at_gateway
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.events import PASSED, Event, Figure
+from paceline.services.coordinator.machine.rollout import bits
+from paceline.services.coordinator.machine.settings import KEPT, RunSettings, Schedule
+from paceline.services.coordinator.machine.state import Evaluation, Service
 from paceline.v1 import rollout_pb2
 
 _QUERY_DEADLINE_S = 30.0

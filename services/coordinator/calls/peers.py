@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from coordinator.machine.state import Service
 from paceline.config import AddressesConfig, SecurityConfig
 from paceline.rpc import channel, wait_healthy
+from paceline.services.coordinator.machine.state import Service
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
 from paceline.v1.policy_pb2_grpc import PolicyServiceStub
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub

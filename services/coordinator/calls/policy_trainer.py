@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator.calls import quarantine
-from coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers
-from coordinator.calls.figures import message_figures
-from coordinator.calls.slots import release
-from coordinator.machine import commands, events
-from coordinator.machine.events import Event, Figure
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Service
 from paceline.errors import PacelineError
+from paceline.services.coordinator.calls import quarantine
+from paceline.services.coordinator.calls.base import RANK_LOST, STEP_ORDER, Calls, answers
+from paceline.services.coordinator.calls.figures import message_figures
+from paceline.services.coordinator.calls.slots import release
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.events import Event, Figure
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Service
 from paceline.v1 import policy_pb2
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.calls.base import Calls
-from coordinator.machine import commands, events
 from paceline.errors import PacelineError
 from paceline.local.news import tell_supervisor
 from paceline.rpc import rpc_errors
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.machine import commands, events
 from paceline.telemetry import get_logger
 from paceline.trajectory import PLAIN_PATH
 from paceline.v1.policy_pb2 import PolicyStepped

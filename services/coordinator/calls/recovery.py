@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator.calls.base import Absence, Calls
-from coordinator.machine import commands, events
-from coordinator.machine.state import OPTIONAL
 from paceline.errors import PacelineError, Unavailable
+from paceline.services.coordinator.calls.base import Absence, Calls
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.state import OPTIONAL
 
 _LONGEST_PAUSE_S = 5.0
 

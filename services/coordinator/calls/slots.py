@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from coordinator.calls.base import Calls, no_event
-from coordinator.machine import commands, events
-from coordinator.machine.commands import StepCommand
-from coordinator.machine.events import Event
-from coordinator.machine.settings import Schedule
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Phase, Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.rpc import leased, rpc_errors
+from paceline.services.coordinator.calls.base import Calls, no_event
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.commands import StepCommand
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import Schedule
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Phase, Service
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
 from paceline.v1.drafter_pb2 import PreemptRequest

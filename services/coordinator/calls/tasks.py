@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.config import CoordinatorConfig
-from coordinator.machine.state import Evaluation
 from paceline.errors import ConfigError
 from paceline.messages import task_specs
 from paceline.plugins import import_filter
 from paceline.rpc import leased
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.machine.state import Evaluation
 from paceline.tasks import Task, TaskCursor, TaskFile, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams

@@ -7,11 +7,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from coordinator.calls.base import Calls
-from coordinator.calls.slots import give_back
-from coordinator.machine import events
 from paceline.errors import PacelineError
 from paceline.rpc import responses, rpc_errors
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.slots import give_back
+from paceline.services.coordinator.machine import events
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.calls.base import Calls
-from coordinator.calls.policy_trainer import push_again
-from coordinator.machine import commands, events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import Schedule
-from coordinator.machine.state import Service
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.policy_trainer import push_again
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import Schedule
+from paceline.services.coordinator.machine.state import Service
 from paceline.telemetry import get_logger
 from paceline.v1.engine_pb2 import (
     WEIGHT_TARGET_DRAFTER,

@@ -8,11 +8,11 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
-from coordinator.machine.events import Event
-from coordinator.machine.slots import Holder, Slot, WorkerState
-from coordinator.machine.state import State
-from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.slots import Holder, Slot, WorkerState
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.step import EVENTS
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from coordinator.journal.entry import SlotRange, slot_ranges
-from coordinator.machine import events
-from coordinator.machine.commands import Command, FinishRun
-from coordinator.machine.events import Event
-from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
+from paceline.services.coordinator.journal.entry import SlotRange, slot_ranges
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.commands import Command, FinishRun
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import Phase, State
 from paceline.v1 import coordinator_pb2 as pb
 
 

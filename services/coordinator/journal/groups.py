@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.rollout import bits, draw_of
-from coordinator.machine.state import DrawnStep, Portion, State
 from paceline.errors import InternalError
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.rollout import bits, draw_of
+from paceline.services.coordinator.machine.state import DrawnStep, Portion, State
 from paceline.v1.rollout_pb2 import ClosedGroup
 
 FIGURE = "closed_groups"

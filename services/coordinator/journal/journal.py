@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from coordinator.journal.entry import JournalEntry
-from coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from paceline.errors import DataLoss, FailedPrecondition
+from paceline.services.coordinator.journal.entry import JournalEntry
+from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from paceline.streams import run_key, scripts
 from paceline.streams.connection import redis_errors
 from paceline.streams.journal_line import pack_entry, unpack_entry

@@ -9,13 +9,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToJson, Parse
 
-from coordinator.journal.slot_account import Account, SlotAccount
-from coordinator.machine import events
-from coordinator.machine.events import Details, Event
-from coordinator.machine.rollout import draw_of
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import Phase, State
 from paceline.messages import versions_to_proto
+from paceline.services.coordinator.journal.slot_account import Account, SlotAccount
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Details, Event
+from paceline.services.coordinator.machine.rollout import draw_of
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import Phase, State
 from paceline.v1.coordinator_pb2 import StepRecord
 
 PAGE = 256

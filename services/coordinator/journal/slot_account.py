@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.machine.drafter import wanted
-from coordinator.machine.events import Event, WorkersReleased
-from coordinator.machine.slots import Holder, WorkerState
-from coordinator.machine.state import Phase, Service, State
+from paceline.services.coordinator.machine.drafter import wanted
+from paceline.services.coordinator.machine.events import Event, WorkersReleased
+from paceline.services.coordinator.machine.slots import Holder, WorkerState
+from paceline.services.coordinator.machine.state import Phase, Service, State
 from paceline.streams.journal_line import IdleCause, SlotUse
 
 

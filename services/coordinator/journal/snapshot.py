@@ -8,12 +8,18 @@ import json
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from coordinator.journal.entry import VERSION
-from coordinator.journal.groups import KnownGroup
-from coordinator.journal.records import Carried
-from coordinator.machine.slots import Holder, Slot, WorkerState, slot_row, worker_row
-from coordinator.machine.state import State
 from paceline.errors import DataLoss
+from paceline.services.coordinator.journal.entry import VERSION
+from paceline.services.coordinator.journal.groups import KnownGroup
+from paceline.services.coordinator.journal.records import Carried
+from paceline.services.coordinator.machine.slots import (
+    Holder,
+    Slot,
+    WorkerState,
+    slot_row,
+    worker_row,
+)
+from paceline.services.coordinator.machine.state import State
 from paceline.tagged_json import from_object, to_object
 
 _ROWS = ("slots", "workers")

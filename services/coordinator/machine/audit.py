@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine.commands import Quarantine
-from coordinator.machine.decision import Decision
-from coordinator.machine.events import PathsBeyondBound
-from coordinator.machine.state import State
+from paceline.services.coordinator.machine.commands import Quarantine
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.events import PathsBeyondBound
+from paceline.services.coordinator.machine.state import State
 
 
 def quarantined(state: State, event: PathsBeyondBound) -> Decision:

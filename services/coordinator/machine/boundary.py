@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine import events
-from coordinator.machine.commands import Evaluate, FinishRun, ResumeWorkers, SaveCheckpoints
-from coordinator.machine.decision import Decision
-from coordinator.machine.losses import again_from, interrupted
-from coordinator.machine.moves import free_slots, held_by, lease_slots
-from coordinator.machine.schedule import evaluations_due
-from coordinator.machine.slots import Holder, Slot, WorkerState, slot_row, worker_row
-from coordinator.machine.state import MachineError, Phase, State, with_learner, with_rollouts
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.commands import (
+    Evaluate,
+    FinishRun,
+    ResumeWorkers,
+    SaveCheckpoints,
+)
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.losses import again_from, interrupted
+from paceline.services.coordinator.machine.moves import free_slots, held_by, lease_slots
+from paceline.services.coordinator.machine.schedule import evaluations_due
+from paceline.services.coordinator.machine.slots import (
+    Holder,
+    Slot,
+    WorkerState,
+    slot_row,
+    worker_row,
+)
+from paceline.services.coordinator.machine.state import (
+    MachineError,
+    Phase,
+    State,
+    with_learner,
+    with_rollouts,
+)
 
 
 def run_started(state: State, event: events.RunStarted) -> Decision:

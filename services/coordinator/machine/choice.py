@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from coordinator.machine import events
-from coordinator.machine.decision import Decision, refused
-from coordinator.machine.state import DrafterPin, Phase, State
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.decision import Decision, refused
+from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 
 
 class Objection(NamedTuple):

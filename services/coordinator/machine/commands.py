@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.machine.state import Evaluation, Portion, Service
+from paceline.services.coordinator.machine.state import Evaluation, Portion, Service
 from paceline.trajectory import VersionSet
 
 

@@ -6,16 +6,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine.choice import due_drafter
-from coordinator.machine.commands import AbortDrafter, CloseStep, Commit
-from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import preempt
-from coordinator.machine.events import CommitFailed, Committed
-from coordinator.machine.losses import train_again
-from coordinator.machine.moves import move_workers
-from coordinator.machine.schedule import can_judge, evaluations_due, may_commit
-from coordinator.machine.slots import Cause, WorkerState
-from coordinator.machine.state import DrafterPin, Phase, State, with_learner, with_rollouts
+from paceline.services.coordinator.machine.choice import due_drafter
+from paceline.services.coordinator.machine.commands import AbortDrafter, CloseStep, Commit
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.drafter import preempt
+from paceline.services.coordinator.machine.events import CommitFailed, Committed
+from paceline.services.coordinator.machine.losses import train_again
+from paceline.services.coordinator.machine.moves import move_workers
+from paceline.services.coordinator.machine.schedule import can_judge, evaluations_due, may_commit
+from paceline.services.coordinator.machine.slots import Cause, WorkerState
+from paceline.services.coordinator.machine.state import (
+    DrafterPin,
+    Phase,
+    State,
+    with_learner,
+    with_rollouts,
+)
 from paceline.trajectory import VersionSet
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from coordinator.machine.commands import Command, Refuse
-from coordinator.machine.events import Event
-from coordinator.machine.state import Phase, State
+from paceline.services.coordinator.machine.commands import Command, Refuse
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import Phase, State
 
 
 class Decision(NamedTuple):

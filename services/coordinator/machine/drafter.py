@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.machine import events
-from coordinator.machine.commands import AbortDrafter, ActivateDrafter, JoinDrafter, PreemptDrafter
-from coordinator.machine.decision import Decision, refused
-from coordinator.machine.moves import free_slots, lease_slots, move_workers, worker_slots
-from coordinator.machine.schedule import trains_during_push
-from coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
-from coordinator.machine.state import OPTIONAL, Phase, Service, State
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.commands import (
+    AbortDrafter,
+    ActivateDrafter,
+    JoinDrafter,
+    PreemptDrafter,
+)
+from paceline.services.coordinator.machine.decision import Decision, refused
+from paceline.services.coordinator.machine.moves import (
+    free_slots,
+    lease_slots,
+    move_workers,
+    worker_slots,
+)
+from paceline.services.coordinator.machine.schedule import trains_during_push
+from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
+from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 FROZEN = "frozen"
 """Reason of a Detached whose trainer gains nothing now."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Evaluation, Service
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Evaluation, Service
 from paceline.trajectory import VersionSet
 
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None

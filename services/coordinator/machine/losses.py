@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine import events
-from coordinator.machine.commands import AwaitService, FinishRun, HandBack
-from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import end_lease, preempt
-from coordinator.machine.moves import held_by
-from coordinator.machine.slots import Cause, Holder
-from coordinator.machine.state import (
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.commands import AwaitService, FinishRun, HandBack
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.drafter import end_lease, preempt
+from paceline.services.coordinator.machine.moves import held_by
+from paceline.services.coordinator.machine.slots import Cause, Holder
+from paceline.services.coordinator.machine.state import (
     OPTIONAL,
     MachineError,
     Phase,

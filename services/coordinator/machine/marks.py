@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from coordinator.machine import events
-from coordinator.machine.rollout import draw_of
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Phase, Service, State
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.rollout import draw_of
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Phase, Service, State
 
 
 class Mark(NamedTuple):

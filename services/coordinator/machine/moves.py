@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.slots import WORKER_TRANSITIONS, Cause, Holder, Slot, WorkerState
-from coordinator.machine.state import MachineError, State, with_values
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.slots import (
+    WORKER_TRANSITIONS,
+    Cause,
+    Holder,
+    Slot,
+    WorkerState,
+)
+from paceline.services.coordinator.machine.state import MachineError, State, with_values
 
 
 def worker_slots(settings: RunSettings, worker: int) -> tuple[int, ...]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.machine.commands import TrainPolicy
-from coordinator.machine.decision import Decision
-from coordinator.machine.events import PolicyPrepared, PolicyStepped
-from coordinator.machine.moves import free_slots, held_by, lease_slots, move_workers
-from coordinator.machine.schedule import trains_during_push
-from coordinator.machine.slots import Cause, Holder, WorkerState
-from coordinator.machine.state import MachineError, Phase, State, with_learner
+from paceline.services.coordinator.machine.commands import TrainPolicy
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.events import PolicyPrepared, PolicyStepped
+from paceline.services.coordinator.machine.moves import (
+    free_slots,
+    held_by,
+    lease_slots,
+    move_workers,
+)
+from paceline.services.coordinator.machine.schedule import trains_during_push
+from paceline.services.coordinator.machine.slots import Cause, Holder, WorkerState
+from paceline.services.coordinator.machine.state import MachineError, Phase, State, with_learner
 
 
 def wait_for_slots(state: State) -> Decision:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from coordinator.machine.commands import Command, ResumeWorkers, RunTasks
-from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import captured
-from coordinator.machine.events import (
+from paceline.services.coordinator.machine.commands import Command, ResumeWorkers, RunTasks
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.drafter import captured
+from paceline.services.coordinator.machine.events import (
     GroupClosed,
     SetDamaged,
     ShareDone,
@@ -16,10 +16,22 @@ from coordinator.machine.events import (
     TasksFinished,
     WorkerLost,
 )
-from coordinator.machine.losses import interrupted, roll_out_again
-from coordinator.machine.moves import free_slots, held_by, lease_slots, move_workers, worker_slots
-from coordinator.machine.slots import Cause, Holder, WorkerState
-from coordinator.machine.state import DrawnStep, MachineError, Phase, State, with_rollouts
+from paceline.services.coordinator.machine.losses import interrupted, roll_out_again
+from paceline.services.coordinator.machine.moves import (
+    free_slots,
+    held_by,
+    lease_slots,
+    move_workers,
+    worker_slots,
+)
+from paceline.services.coordinator.machine.slots import Cause, Holder, WorkerState
+from paceline.services.coordinator.machine.state import (
+    DrawnStep,
+    MachineError,
+    Phase,
+    State,
+    with_rollouts,
+)
 
 
 def step_began(state: State, event: StepBegan) -> Decision:

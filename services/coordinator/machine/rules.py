@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from coordinator.machine.commands import BeginStep
-from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import lease_released, preempt
-from coordinator.machine.moves import free_slots, held_by
-from coordinator.machine.schedule import (
+from paceline.services.coordinator.machine.commands import BeginStep
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.drafter import lease_released, preempt
+from paceline.services.coordinator.machine.moves import free_slots, held_by
+from paceline.services.coordinator.machine.schedule import (
     at_rest,
     can_judge,
     may_call,
@@ -21,8 +21,15 @@ from coordinator.machine.schedule import (
     next_batch,
     pauses,
 )
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import DrawnStep, Phase, Portion, State, with_learner, with_rollouts
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import (
+    DrawnStep,
+    Phase,
+    Portion,
+    State,
+    with_learner,
+    with_rollouts,
+)
 
 
 def commit_set(state: State) -> Decision | None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.machine.settings import RunSettings, Schedule
-from coordinator.machine.slots import Holder, WorkerState
-from coordinator.machine.state import Evaluation, Phase, Portion, Service, State
+from paceline.services.coordinator.machine.settings import RunSettings, Schedule
+from paceline.services.coordinator.machine.slots import Holder, WorkerState
+from paceline.services.coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 
 
 def capacity(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 
-from coordinator.machine.row import Row
+from paceline.services.coordinator.machine.row import Row
 
 
 class Holder(StrEnum):

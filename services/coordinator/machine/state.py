@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from coordinator.machine.row import Row
-from coordinator.machine.settings import CommitMode, RunSettings
-from coordinator.machine.slots import DrafterLease, Slot, WorkerState, slot_row, worker_row
+from paceline.services.coordinator.machine.row import Row
+from paceline.services.coordinator.machine.settings import CommitMode, RunSettings
+from paceline.services.coordinator.machine.slots import (
+    DrafterLease,
+    Slot,
+    WorkerState,
+    slot_row,
+    worker_row,
+)
 from paceline.trajectory import SWAPPED_PATH, VersionSet
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from coordinator.machine import (
+from paceline.services.coordinator.machine import (
     audit,
     boundary,
     choice,
@@ -42,9 +42,9 @@ from coordinator.machine import (
     policy,
     rollout,
 )
-from coordinator.machine.commands import Command
-from coordinator.machine.decision import Decision, refused
-from coordinator.machine.marks import (
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.decision import Decision, refused
+from paceline.services.coordinator.machine.marks import (
     Mark,
     begin,
     call,
@@ -59,8 +59,14 @@ from coordinator.machine.marks import (
     share,
     step_number,
 )
-from coordinator.machine.rules import follow
-from coordinator.machine.state import MachineError, Phase, State, with_learner, with_rollouts
+from paceline.services.coordinator.machine.rules import follow
+from paceline.services.coordinator.machine.state import (
+    MachineError,
+    Phase,
+    State,
+    with_learner,
+    with_rollouts,
+)
 
 
 class PhaseRow(NamedTuple):

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from drafter_trainer.config import GateConfig
-from drafter_trainer.messages import RoundCosts
 from paceline.arm_names import read_arm
+from paceline.services.drafter_trainer.config import GateConfig
+from paceline.services.drafter_trainer.messages import RoundCosts
 
 Floats = npt.NDArray[np.float64]
 RESAMPLES = 200  # of the bootstrap: they know the standard deviation to 5 %

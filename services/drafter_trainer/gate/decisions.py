@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from drafter_trainer import messages as m
-from drafter_trainer.gate.comparison import Judgement
-from drafter_trainer.gate.evaluate import MeasuredRows
-from drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.gate.comparison import Judgement
+from paceline.services.drafter_trainer.gate.evaluate import MeasuredRows
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.speculators.shift import conditional
 from paceline.telemetry import get_logger
 

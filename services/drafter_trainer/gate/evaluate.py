@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter_trainer.config import GateConfig
-from drafter_trainer.gate.comparison import Floats
-from drafter_trainer.learn.heads import PolicyHead
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.config import GateConfig
+from paceline.services.drafter_trainer.gate.comparison import Floats
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 

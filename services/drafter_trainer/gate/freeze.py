@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drafter_trainer.gate.comparison import Judgement
+from paceline.services.drafter_trainer.gate.comparison import Judgement
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.gate.candidates import Candidates
-from drafter_trainer.gate.comparison import Chain, Judgement, MeasuredCosts, judge
-from drafter_trainer.gate.decisions import judged, log_decision, reopened
-from drafter_trainer.gate.evaluate import GateJob
-from drafter_trainer.gate.freeze import Freeze
-from drafter_trainer.learn import sharing
-from drafter_trainer.learn.students import Students
-from drafter_trainer.rows.sample import FeatureSample
-from drafter_trainer.rows.store import RowStore
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.gate.candidates import Candidates
+from paceline.services.drafter_trainer.gate.comparison import Chain, Judgement, MeasuredCosts, judge
+from paceline.services.drafter_trainer.gate.decisions import judged, log_decision, reopened
+from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.gate.freeze import Freeze
+from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.learn.students import Students
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.store import RowStore
 from paceline.speculators.net import DraftNet
 from paceline.telemetry import get_logger
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import grpc
 
-from drafter_trainer.messages import Judged
 from paceline.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -18,6 +17,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.file_hashes import check_hashes
+from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
@@ -26,7 +26,7 @@ from paceline.weights import ACCEPTANCE, CONFIG, PushReport, build_manifest, pus
 
 WORTH_ANOTHER_TRY = (Unavailable, DeadlineExceeded, StaleEpoch, ResourceExhausted)
 
-log = get_logger("drafter_trainer.gate.publish")
+log = get_logger("paceline.services.drafter_trainer.gate.publish")
 
 
 async def push_drafter(

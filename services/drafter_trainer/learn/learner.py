@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from drafter_trainer.learn.heads import PolicyHead
-from drafter_trainer.learn.membership import Members, on_cpu
-from drafter_trainer.learn.sharded import ShardedDrafter, move
 from paceline.config import OptimizerConfig
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.learn.membership import Members, on_cpu
+from paceline.services.drafter_trainer.learn.sharded import ShardedDrafter, move
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.process import on_device

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from drafter_trainer.learn.membership import Members
 from paceline.config import OptimizerConfig
 from paceline.errors import DataLoss
+from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.net import DraftNet
 from paceline.training.checkpoints import copy_local, sharded_like
 from paceline.training.offload import Aside, bring_back, lay_aside

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.learn.membership import Members
+from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.packed import PackedRow
 
 _WORDS = ("stop", "snapshot", "save", "join", "row")

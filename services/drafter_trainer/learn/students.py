@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.learn.membership import Members
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.kinds import drafter_directory
 from paceline.speculators.loading import read_drafter, trained_net

@@ -1,4 +1,4 @@
-"""Runs `python -m drafter_trainer.offline`: starts the ranks, prints their news, passes Ctrl-C on.
+"""Runs `paceline train-drafter`: starts the ranks, prints their news, passes Ctrl-C on.
 
 Imports no torch.
 """
@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.report import TerminalLines
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.hub import model_directory
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.offline.report import TerminalLines
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0
@@ -115,7 +115,7 @@ async def follow(config: OfflineConfig, progress: TerminalLines) -> int:
     Raises ConfigError with what the ranks refuse, RankLost when one dies.
     """
     group = RankGroup(
-        "drafter_trainer.offline.rank",
+        "paceline.services.drafter_trainer.offline.rank",
         config.ranks,
         config.threads_per_rank,
         log_dir=config.out / "logs",

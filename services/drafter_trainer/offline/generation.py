@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.data import Example, fingerprint
 from paceline.errors import InvalidInput
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.offline.data import Example, fingerprint
 from paceline.training.process import from_all_ranks
 
 BATCH = 16

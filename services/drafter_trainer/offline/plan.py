@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter_trainer.offline.data import Example
+from paceline.services.drafter_trainer.offline.data import Example
 from paceline.training.packing import first_fit
 
 OPEN_ROWS = 32

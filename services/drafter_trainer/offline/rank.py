@@ -1,4 +1,4 @@
-"""Runs one rank of an offline run, `python -m drafter_trainer.offline.rank`: set-up and signals."""
+"""Runs one rank of an offline run, a process of its own: set-up and signals."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.learn.membership import on_cpu
-from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.data import Example, read_samples
-from drafter_trainer.offline.generation import answer_prompts, answers_file, write_answers
-from drafter_trainer.offline.target import TargetModel
-from drafter_trainer.offline.text import ModelText
-from drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
+from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.offline.data import Example, read_samples
+from paceline.services.drafter_trainer.offline.generation import (
+    answer_prompts,
+    answers_file,
+    write_answers,
+)
+from paceline.services.drafter_trainer.offline.target import TargetModel
+from paceline.services.drafter_trainer.offline.text import ModelText
+from paceline.services.drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.speculators.loading import trained_net
 from paceline.speculators.net import DraftNet
 from paceline.training.hugging_face import load_causal_lm

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from drafter_trainer.learn.heads import PolicyHead, load_policy_head
-from drafter_trainer.offline.plan import Document
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.sample import FeatureSample
 from paceline.config import OptimizerConfig
 from paceline.errors import InvalidInput
+from paceline.services.drafter_trainer.learn.heads import PolicyHead, load_policy_head
+from paceline.services.drafter_trainer.offline.plan import Document
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.packed import PackedRow
 from paceline.training.hugging_face import write_causal_lm

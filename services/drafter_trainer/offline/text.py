@@ -13,8 +13,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from drafter_trainer.offline.data import Example
 from paceline.errors import ConfigError, InvalidInput
+from paceline.services.drafter_trainer.offline.data import Example
 
 
 class ModelText:

@@ -22,16 +22,23 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.gate.evaluate import chain_matches
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.learn.membership import Members
-from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.data import Example, fingerprint
-from drafter_trainer.offline.plan import OPEN_ROWS, Document, place, split, steps_from, steps_of
-from drafter_trainer.offline.report import RunLog
-from drafter_trainer.offline.target import TargetModel
 from paceline.errors import ConfigError, InvalidInput
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.gate.evaluate import chain_matches
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import Members
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.offline.data import Example, fingerprint
+from paceline.services.drafter_trainer.offline.plan import (
+    OPEN_ROWS,
+    Document,
+    place,
+    split,
+    steps_from,
+    steps_of,
+)
+from paceline.services.drafter_trainer.offline.report import RunLog
+from paceline.services.drafter_trainer.offline.target import TargetModel
 from paceline.speculators.net import DraftNet
 from paceline.speculators.shift import conditional
 from paceline.training.checkpoints import (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.packed import PackedRow
 
 

@@ -11,9 +11,9 @@ from statistics import median_high
 
 import numpy as np
 
-from drafter_trainer.config import BufferConfig
-from drafter_trainer.metrics import SAMPLES_DROPPED
-from drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.config import BufferConfig
+from paceline.services.drafter_trainer.metrics import SAMPLES_DROPPED
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 
 
 class FeatureBuffer:

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from drafter_trainer.metrics import SAMPLES_DROPPED
-from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline import telemetry
 from paceline.errors import DataLoss, ResourceExhausted, Unavailable
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer.metrics import SAMPLES_DROPPED
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline.streams import Entry, Stream, decode_features
 from paceline.telemetry import names, span
 

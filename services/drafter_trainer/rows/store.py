@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from drafter_trainer.config import BufferConfig
-from drafter_trainer.learn.heads import PolicyHead, PolicyHeads
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.buffer import FeatureBuffer
-from drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.config import BufferConfig
+from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.packed import PackedRow
 
 READY = 4

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.plugins import find_variant, import_object
-from policy_trainer.algorithm_settings import AnyAlgorithm
+from paceline.services.policy_trainer.algorithm_settings import AnyAlgorithm
 
 if TYPE_CHECKING:
-    from policy_trainer.algorithms.base import Algorithm
+    from paceline.services.policy_trainer.algorithms.base import Algorithm
 
-_HERE = "policy_trainer.algorithms"
+_HERE = "paceline.services.policy_trainer.algorithms"
 ALGORITHMS = {
     "grpo": f"{_HERE}.grpo:Grpo",
     "dr_grpo": f"{_HERE}.grpo:DrGrpo",

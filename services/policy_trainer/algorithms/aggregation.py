@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import Aggregation
+from paceline.services.policy_trainer.algorithm_settings import Aggregation
 
 
 def token_weights(

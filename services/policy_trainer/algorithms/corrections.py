@@ -12,8 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import CorrectionConfig
-from policy_trainer.algorithms.losses import bounded_ratio, sequence_means, sequence_sums
+from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
+from paceline.services.policy_trainer.algorithms.losses import (
+    bounded_ratio,
+    sequence_means,
+    sequence_sums,
+)
 
 CAPS = {"token": 2.0, "sequence": 5.0}
 BANDS = {"band": (0.5, 5.0), "geometric": (0.99, 1.01)}

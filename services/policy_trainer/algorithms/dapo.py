@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import DapoConfig
-from policy_trainer.algorithms.advantages import group_relative
-from policy_trainer.algorithms.base import SessionBatch
-from policy_trainer.algorithms.surrogate import Clipped
+from paceline.services.policy_trainer.algorithm_settings import DapoConfig
+from paceline.services.policy_trainer.algorithms.advantages import group_relative
+from paceline.services.policy_trainer.algorithms.base import SessionBatch
+from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from policy_trainer.algorithms.losses import LARGEST_LOG_RATIO
+from paceline.services.policy_trainer.algorithms.losses import LARGEST_LOG_RATIO
 
 
 def divergence(

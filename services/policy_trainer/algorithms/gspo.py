@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policy_trainer.algorithms.base import TokenBatch, TokenLoss
-from policy_trainer.algorithms.grpo import Grpo
-from policy_trainer.algorithms.losses import bounded_ratio, sequence_means
+from paceline.services.policy_trainer.algorithms.base import TokenBatch, TokenLoss
+from paceline.services.policy_trainer.algorithms.grpo import Grpo
+from paceline.services.policy_trainer.algorithms.losses import bounded_ratio, sequence_means
 
 
 @dataclass(frozen=True, slots=True)

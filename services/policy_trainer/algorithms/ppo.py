@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import PpoConfig
-from policy_trainer.algorithms.advantages import (
+from paceline.services.policy_trainer.algorithm_settings import PpoConfig
+from paceline.services.policy_trainer.algorithms.advantages import (
     at_last_tokens,
     generalized_advantages,
     normalized,
 )
-from policy_trainer.algorithms.base import Needs, SessionBatch
-from policy_trainer.algorithms.surrogate import Clipped
+from paceline.services.policy_trainer.algorithms.base import Needs, SessionBatch
+from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 
 @dataclass(frozen=True, slots=True)

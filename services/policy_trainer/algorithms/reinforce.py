@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import ReinforceConfig
-from policy_trainer.algorithms.advantages import (
+from paceline.services.policy_trainer.algorithm_settings import ReinforceConfig
+from paceline.services.policy_trainer.algorithms.advantages import (
     at_last_tokens,
     group_relative,
     normalized,
     returns_to_go,
 )
-from policy_trainer.algorithms.base import SessionBatch
-from policy_trainer.algorithms.surrogate import Clipped
+from paceline.services.policy_trainer.algorithms.base import SessionBatch
+from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 
 @dataclass(frozen=True, slots=True)

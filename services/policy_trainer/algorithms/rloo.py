@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from policy_trainer.algorithms.advantages import leave_one_out
-from policy_trainer.algorithms.base import SessionBatch
-from policy_trainer.algorithms.surrogate import Clipped
+from paceline.services.policy_trainer.algorithms.advantages import leave_one_out
+from paceline.services.policy_trainer.algorithms.base import SessionBatch
+from paceline.services.policy_trainer.algorithms.surrogate import Clipped
 
 
 @dataclass(frozen=True, slots=True)

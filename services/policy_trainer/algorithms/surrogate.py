@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import AlgorithmConfig
-from policy_trainer.algorithms.base import Needs, TokenBatch, TokenLoss
-from policy_trainer.algorithms.losses import bounded_ratio, clipped_surrogate
+from paceline.services.policy_trainer.algorithm_settings import AlgorithmConfig
+from paceline.services.policy_trainer.algorithms.base import Needs, TokenBatch, TokenLoss
+from paceline.services.policy_trainer.algorithms.losses import bounded_ratio, clipped_surrogate
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from paceline.services.policy_trainer.audit import cell_name, drafted_so_far, is_audited
+from paceline.services.policy_trainer.batches.prefixes import Tokens, TreeRow
 from paceline.trajectory import Trajectory
-from policy_trainer.audit import cell_name, drafted_so_far, is_audited
-from policy_trainer.batches.prefixes import Tokens, TreeRow
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 

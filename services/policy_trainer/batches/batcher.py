@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.errors import DataLoss, ResourceExhausted
-from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
-from paceline.telemetry import get_logger, names, span
-from policy_trainer.batches.groups import (
+from paceline.services.policy_trainer.batches.groups import (
     Batch,
     GroupFilter,
     Wanted,
@@ -21,9 +19,11 @@ from policy_trainer.batches.groups import (
     close,
     is_complete,
 )
-from policy_trainer.batches.held import HeldGroups, HeldTrajectory
-from policy_trainer.batches.records import StepRecord
-from policy_trainer.metrics import DEAD_LETTERS
+from paceline.services.policy_trainer.batches.held import HeldGroups, HeldTrajectory
+from paceline.services.policy_trainer.batches.records import StepRecord
+from paceline.services.policy_trainer.metrics import DEAD_LETTERS
+from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
+from paceline.telemetry import get_logger, names, span
 
 GROUP, CONSUMER = "policy", "policy-0"
 MAX_PENDING = 65_536

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.services.policy_trainer.algorithms.advantages import without_variance
+from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.batches.groups import Batch
+from paceline.services.policy_trainer.batches.records import StepRecord
+from paceline.services.policy_trainer.messages import BatchFacts
+from paceline.services.policy_trainer.metrics import GROUPS_DROPPED, STALENESS
 from paceline.telemetry import get_logger
 from paceline.trajectory import tokens_hash
-from policy_trainer.algorithms.advantages import without_variance
-from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.batches.groups import Batch
-from policy_trainer.batches.records import StepRecord
-from policy_trainer.messages import BatchFacts
-from policy_trainer.metrics import GROUPS_DROPPED, STALENESS
 
 _log = get_logger(__name__)
 

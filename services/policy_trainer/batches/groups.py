@@ -12,9 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
+from paceline.services.policy_trainer.batches.held import (
+    HeldDraw,
+    HeldGroups,
+    HeldSession,
+    HeldTrajectory,
+)
+from paceline.services.policy_trainer.batches.records import StepRecord
 from paceline.trajectory import Trajectory
-from policy_trainer.batches.held import HeldDraw, HeldGroups, HeldSession, HeldTrajectory
-from policy_trainer.batches.records import StepRecord
 
 LEAST_SIBLINGS = 2
 """Sessions without which a group has nothing to compare, unless it was opened for one."""

@@ -8,9 +8,9 @@ import heapq
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
+from paceline.services.policy_trainer.metrics import NOT_FINITE
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
-from policy_trainer.metrics import NOT_FINITE
 
 _log = get_logger(__name__)
 

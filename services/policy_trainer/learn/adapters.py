@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from policy_trainer.batches.batch import MicroBatch
-from policy_trainer.config import AdaptersConfig
-from policy_trainer.learn.model import PolicyModel
+from paceline.services.policy_trainer.batches.batch import MicroBatch
+from paceline.services.policy_trainer.config import AdaptersConfig
+from paceline.services.policy_trainer.learn.model import PolicyModel
 
 _NAME = "default"  # peft's, of the only adapter of a module
 _FILES = "base_model.model."

@@ -9,15 +9,15 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError
-from policy_trainer.algorithm_settings import PpoConfig
-from policy_trainer.algorithms import build_algorithm
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.adapters import StartPolicy, add_adapters
-from policy_trainer.learn.critic import Critic
-from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.loading import check_attention
-from policy_trainer.learn.model import PolicyModel, critic_on_meta, policy_on_meta
-from policy_trainer.learn.parallel import shard
+from paceline.services.policy_trainer.algorithm_settings import PpoConfig
+from paceline.services.policy_trainer.algorithms import build_algorithm
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.adapters import StartPolicy, add_adapters
+from paceline.services.policy_trainer.learn.critic import Critic
+from paceline.services.policy_trainer.learn.learner import Learner
+from paceline.services.policy_trainer.learn.loading import check_attention
+from paceline.services.policy_trainer.learn.model import PolicyModel, critic_on_meta, policy_on_meta
+from paceline.services.policy_trainer.learn.parallel import shard
 
 
 def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:

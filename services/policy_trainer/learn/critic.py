@@ -15,14 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.services.policy_trainer.algorithm_settings import PpoConfig
+from paceline.services.policy_trainer.algorithms.losses import clipped_value_loss
+from paceline.services.policy_trainer.batches.batch import TrainBatch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.figures import Figures
+from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer
+from paceline.services.policy_trainer.learn.model import ValueModel
 from paceline.training.optimizer import NamedAdamW
-from policy_trainer.algorithm_settings import PpoConfig
-from policy_trainer.algorithms.losses import clipped_value_loss
-from policy_trainer.batches.batch import TrainBatch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.figures import Figures
-from policy_trainer.learn.minibatches import MiniBatch, Packer
-from policy_trainer.learn.model import ValueModel
 
 
 class Critic:

@@ -9,10 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from paceline.services.policy_trainer.algorithms.losses import bounded_ratio
+from paceline.services.policy_trainer.audit import (
+    BUCKETS,
+    LARGEST_GAP,
+    LEAST_GAP,
+    PER_DECADE,
+    AuditCell,
+)
 from paceline.tagged_json import from_object, to_object
 from paceline.training.process import from_all_ranks
-from policy_trainer.algorithms.losses import bounded_ratio
-from policy_trainer.audit import BUCKETS, LARGEST_GAP, LEAST_GAP, PER_DECADE, AuditCell
 
 _RATIO, _SQUARED, _LARGEST = "_ratio", "_ratio_squared", "behavior_gap_max"
 

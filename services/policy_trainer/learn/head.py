@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from policy_trainer.algorithms.losses import token_entropy, token_logprobs
+from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
 
 Head = Callable[[Float[Tensor, "C D"]], Float[Tensor, "C V"]]
 _Scored = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from policy_trainer.learn.device_memory import reshard
+from paceline.services.policy_trainer.learn.device_memory import reshard
 
 
 class KeptWeights:

@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import DataLoss
-from paceline.training.optimizer import NamedAdamW
-from policy_trainer.algorithms import build_algorithm
-from policy_trainer.algorithms.base import (
+from paceline.services.policy_trainer.algorithms import build_algorithm
+from paceline.services.policy_trainer.algorithms.base import (
     Algorithm,
     SessionBatch,
     TokenBatch,
     ValueAlgorithm,
 )
-from policy_trainer.algorithms.divergences import divergence
-from policy_trainer.batches.batch import MicroBatch, TrainBatch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.critic import Critic
-from policy_trainer.learn.device_memory import DeviceMemory
-from policy_trainer.learn.figures import Figures
-from policy_trainer.learn.kept_weights import KeptWeights
-from policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
-from policy_trainer.learn.model import PolicyModel
-from policy_trainer.learn.objective import PolicyObjective
-from policy_trainer.learn.parts import StepParts
-from policy_trainer.learn.weights import PolicyWeights
-from policy_trainer.messages import StepFacts
+from paceline.services.policy_trainer.algorithms.divergences import divergence
+from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.critic import Critic
+from paceline.services.policy_trainer.learn.device_memory import DeviceMemory
+from paceline.services.policy_trainer.learn.figures import Figures
+from paceline.services.policy_trainer.learn.kept_weights import KeptWeights
+from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
+from paceline.services.policy_trainer.learn.model import PolicyModel
+from paceline.services.policy_trainer.learn.objective import PolicyObjective
+from paceline.services.policy_trainer.learn.parts import StepParts
+from paceline.services.policy_trainer.learn.weights import PolicyWeights
+from paceline.services.policy_trainer.messages import StepFacts
+from paceline.training.optimizer import NamedAdamW
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.services.policy_trainer.algorithms.aggregation import token_weights
+from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
+from paceline.services.policy_trainer.batches.packing import plan_micro_batches
+from paceline.services.policy_trainer.batches.prefixes import Unit, prefix_units
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.training.process import on_device
-from policy_trainer.algorithms.aggregation import token_weights
-from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
-from policy_trainer.batches.packing import plan_micro_batches
-from policy_trainer.batches.prefixes import Unit, prefix_units
-from policy_trainer.config import PolicyTrainerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from policy_trainer.batches.batch import MicroBatch
-from policy_trainer.learn.head import head_logprobs
-from policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
+from paceline.services.policy_trainer.batches.batch import MicroBatch
+from paceline.services.policy_trainer.learn.head import head_logprobs
+from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
 HEAD_ROWS = 1024
 """Rows of the head at once: of a vocabulary of 152k their logits are 0.6 GB in fp32."""

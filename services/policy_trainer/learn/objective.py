@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from policy_trainer.algorithm_settings import AlgorithmConfig
-from policy_trainer.algorithms.base import Algorithm, TokenBatch
-from policy_trainer.algorithms.corrections import correction_weights
-from policy_trainer.algorithms.divergences import divergence
+from paceline.services.policy_trainer.algorithm_settings import AlgorithmConfig
+from paceline.services.policy_trainer.algorithms.base import Algorithm, TokenBatch
+from paceline.services.policy_trainer.algorithms.corrections import correction_weights
+from paceline.services.policy_trainer.algorithms.divergences import divergence
 
 
 @dataclass(frozen=True, slots=True)

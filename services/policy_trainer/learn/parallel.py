@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.adapters import fill_adapters
+from paceline.services.policy_trainer.learn.loading import StartWeights
+from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel
 from paceline.training.process import join_ranks
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.adapters import fill_adapters
-from policy_trainer.learn.loading import StartWeights
-from policy_trainer.learn.model import PolicyModel, ValueModel
 
 M = TypeVar("M", PolicyModel, ValueModel)
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.adapters import factors, write_adapters
+from paceline.services.policy_trainer.learn.loading import StartWeights
+from paceline.services.policy_trainer.learn.model import PolicyModel
 from paceline.training.checkpoints import sharded_like
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.adapters import factors, write_adapters
-from policy_trainer.learn.loading import StartWeights
-from policy_trainer.learn.model import PolicyModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,22 @@ from typing import Any
 from paceline.errors import InvalidInput
 from paceline.messages import trajectory_to_proto, versions_to_proto
 from paceline.rpc import EpochGuard, Track
+from paceline.services.rollout_gateway.api.http.bodies import OUTLINE_BYTES, Outline, parse
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody
+from paceline.services.rollout_gateway.api.http.sessions import OpenBody
+from paceline.services.rollout_gateway.calls.call import Plan
+from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.runs.tasks import TaskRuns
+from paceline.services.rollout_gateway.sessions.assignment import FailReason
+from paceline.services.rollout_gateway.sessions.registry import Ended
+from paceline.services.rollout_gateway.sessions.session import Caller, Grant, Session
+from paceline.services.rollout_gateway.sessions.view import tree_json
+from paceline.services.rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
-from rollout_gateway.api.http.bodies import OUTLINE_BYTES, Outline, parse
-from rollout_gateway.api.http.openai.schema import ChatBody
-from rollout_gateway.api.http.sessions import OpenBody
-from rollout_gateway.calls.call import Plan
-from rollout_gateway.calls.planner import Asked
-from rollout_gateway.chat.messages import ChatRequest
-from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.runs.tasks import TaskRuns
-from rollout_gateway.sessions.assignment import FailReason
-from rollout_gateway.sessions.registry import Ended
-from rollout_gateway.sessions.session import Caller, Grant, Session
-from rollout_gateway.sessions.view import tree_json
-from rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_S
 
 TRUNCATED = "truncate_prompt_tokens"
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}

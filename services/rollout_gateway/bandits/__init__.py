@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from paceline.plugins import find_variant
-from rollout_gateway.bandits.base import Bandit, BanditSettings
-from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
-from rollout_gateway.bandits.cost_model.bandit import CostModel
-from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
-from rollout_gateway.bandits.thompson import Thompson
-from rollout_gateway.bandits.ucb import UCB1
-from rollout_gateway.bandits.watchdog import AcceptanceWatchdog
+from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings
+from paceline.services.rollout_gateway.bandits.beg import BucketedEpsilonGreedy
+from paceline.services.rollout_gateway.bandits.cost_model.bandit import CostModel
+from paceline.services.rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
+from paceline.services.rollout_gateway.bandits.thompson import Thompson
+from paceline.services.rollout_gateway.bandits.ucb import UCB1
+from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
 COST_MODEL = "cost_model"
 BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 from pydantic import Field
 
 from paceline.config import Config
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 
 class BanditConfig(Config):

@@ -19,8 +19,13 @@ from statistics import median
 
 from paceline.arm_names import speculator_of
 from paceline.errors import ConfigError
-from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation, group_of
-from rollout_gateway.bandits.window import ArmWindow, WindowedBandit
+from paceline.services.rollout_gateway.bandits.base import (
+    ArmChoice,
+    BanditSettings,
+    Situation,
+    group_of,
+)
+from paceline.services.rollout_gateway.bandits.window import ArmWindow, WindowedBandit
 
 
 def draft_tokens_of(arm: str) -> int:

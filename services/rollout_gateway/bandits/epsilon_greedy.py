@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_gateway.bandits.base import ArmChoice, Situation
-from rollout_gateway.bandits.window import WindowedBandit
+from paceline.services.rollout_gateway.bandits.base import ArmChoice, Situation
+from paceline.services.rollout_gateway.bandits.window import WindowedBandit
 
 TRIAL_PULLS = 4
 """Rounds of an arm that a group's window has to hold before the best is exploited; one of them may

@@ -25,16 +25,16 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.speculators.shift import AcceptanceShift
-from paceline.trajectory import Target
-from rollout_gateway.bandits.base import (
+from paceline.services.rollout_gateway.bandits.base import (
     ArmChoice,
     BanditSettings,
     RoundOutcome,
     Situation,
     group_of,
 )
-from rollout_gateway.bandits.window import WindowedBandit, length_gains
+from paceline.services.rollout_gateway.bandits.window import WindowedBandit, length_gains
+from paceline.speculators.shift import AcceptanceShift
+from paceline.trajectory import Target
 
 KAPPA0 = 1.0  # rounds that the prior's mean is worth
 ALPHA0 = 2.0  # the prior's s2 has an expectation for more than 1

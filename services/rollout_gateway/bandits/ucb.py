@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from rollout_gateway.bandits.base import ArmChoice, Situation
-from rollout_gateway.bandits.window import ArmWindow, WindowedBandit
+from paceline.services.rollout_gateway.bandits.base import ArmChoice, Situation
+from paceline.services.rollout_gateway.bandits.window import ArmWindow, WindowedBandit
 
 
 def ucb1_index(mean: float, rounds: int, total: int) -> float:

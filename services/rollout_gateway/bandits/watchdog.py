@@ -29,10 +29,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from paceline.arm_names import speculator_of
-from paceline.speculators.shift import AcceptanceShift
-from paceline.telemetry import get_logger
-from paceline.trajectory import Target
-from rollout_gateway.bandits.base import (
+from paceline.services.rollout_gateway.bandits.base import (
     ArmChoice,
     Bandit,
     BanditSettings,
@@ -41,7 +38,10 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.speculators.shift import AcceptanceShift
+from paceline.telemetry import get_logger
+from paceline.trajectory import Target
 
 log = get_logger(__name__)
 

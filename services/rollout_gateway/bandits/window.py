@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.arm_names import read_arm
-from paceline.speculators.shift import AcceptanceShift
-from paceline.trajectory import Target
-from rollout_gateway.bandits.base import (
+from paceline.services.rollout_gateway.bandits.base import (
     ArmChoice,
     BanditSettings,
     CostSample,
@@ -24,7 +22,9 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.speculators.shift import AcceptanceShift
+from paceline.trajectory import Target
 
 BOUND_Z = 2.0  # standard errors by which a rate may be better than it seems
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from paceline.errors import ResourceExhausted
-from rollout_gateway import metrics
+from paceline.services.rollout_gateway import metrics
 
 SMALL_BYTES = 4 << 10
 """Of a request that costs the loop a few milliseconds at most."""

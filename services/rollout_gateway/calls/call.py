@@ -18,20 +18,20 @@ from opentelemetry.util.types import AttributeValue
 
 from paceline.errors import DataLoss, InvalidInput, Unavailable
 from paceline.messages import stats_from_proto
+from paceline.services.rollout_gateway.calls.spans import STAGE_SPANS, asked
+from paceline.services.rollout_gateway.chat.messages import Delta, Message
+from paceline.services.rollout_gateway.chat.parse import ChatParser, finish_name
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.sessions.session import Session
+from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.metrics import describe
 from paceline.telemetry import names, span
 from paceline.trajectory import DrawSpan, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.spans import STAGE_SPANS, asked
-from rollout_gateway.chat.messages import Delta, Message
-from rollout_gateway.chat.parse import ChatParser, finish_name
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines.sampling import UNSEEDED, Sampling
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.sessions.session import Session
-from rollout_gateway.sessions.tree import Turn
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.metrics import describe
 
 FINISH_NAMES = {
     value: name.removeprefix("FINISH_REASON_").removeprefix("UNSPECIFIED").lower()

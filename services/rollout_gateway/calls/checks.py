@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from paceline.errors import InvalidInput, MissingCapability
+from paceline.services.rollout_gateway.engines.nouns import SETTINGS, Capability
+from paceline.services.rollout_gateway.engines.requests.structures import (
+    FIELDS,
+    beyond_json,
+    structure_of,
+)
+from paceline.services.rollout_gateway.engines.sampling import (
+    Sampling,
+    check_prompt,
+    check_sampling,
+)
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.nouns import SETTINGS, Capability
-from rollout_gateway.engines.requests.structures import FIELDS, beyond_json, structure_of
-from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
 
 CHECKED_FIELDS = (
     *(field.name for field in fields(Sampling)),

@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.errors import InvalidInput, TrainabilityError
+from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway.calls.call import Plan, generation_seed
+from paceline.services.rollout_gateway.calls.checks import check_request
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, ToolChoice
+from paceline.services.rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Held, Known
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines.nouns import Capability
+from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.registry import Sessions
+from paceline.services.rollout_gateway.sessions.samples import overridden
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
+from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.aside import LargeRequests
-from rollout_gateway.calls.call import Plan, generation_seed
-from rollout_gateway.calls.checks import check_request
-from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.prompts import ChatPrompt, ChatPrompts, Held, Known
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engines.nouns import Capability
-from rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.registry import Sessions
-from rollout_gateway.sessions.samples import overridden
-from rollout_gateway.sessions.session import Caller, Session
-from rollout_gateway.sessions.tree import Turn
 
 CUT_CONTEXTS = 8
 """A prompt of which the end is read may be so many times as long as what the model reads."""

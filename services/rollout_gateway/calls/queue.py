@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from paceline.errors import ConfigError, ResourceExhausted
-from rollout_gateway import metrics
-from rollout_gateway.config import QueueConfig
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.config import QueueConfig
 
 RETRY_BOUNDS_S = (1.0, 60.0)
 """Shortest and longest advice: below, refused callers would hammer; above, they would miss a queue

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from opentelemetry.trace import Span, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.sampling import Sampling
 
 REQUESTS_PER_S = 100.0
 """Requests a second whose stages become spans; those beyond have their `engine.request` alone."""

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.errors import InternalError
-from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
-from rollout_gateway.chat.tool_formats import (
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.chat.tool_formats import (
     BLANK,
     Deviation,
     GrowingText,

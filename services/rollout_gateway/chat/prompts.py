@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
-from rollout_gateway.chat.messages import ChatRequest
-from rollout_gateway.chat.parse import (
+from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.parse import (
     THOUGHT,
     ChatParser,
     forced_beginning,
     knows_reasoning,
     opens_reasoning,
 )
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.chat.tool_formats import (
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.chat.tool_formats import (
     ToolFormat,
     ToolGrammar,
     Vocabulary,
     offered,
     tool_format,
 )
-from rollout_gateway.config import ChatConfig
+from paceline.services.rollout_gateway.config import ChatConfig
 
 PROMPT_END = 16
 """Tokens that show whether a prompt ends inside the model's reasoning."""

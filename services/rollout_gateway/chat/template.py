@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 
 _MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(20))
 """Letters only, so that no template strips or splits it; of this process, so that no message can

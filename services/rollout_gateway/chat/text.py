@@ -14,9 +14,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.chat.messages import ChatRequest
-from rollout_gateway.chat.template import ChatTemplate, read_template
-from rollout_gateway.engines.sampling import TOO_LONG, check_length
+from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""

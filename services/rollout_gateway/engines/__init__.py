@@ -23,7 +23,7 @@ class EngineKind:
     """Values of the settings -> RowLayout, because rings are cut before engines live; empty:
     RowLayout.last.
     """
-    process: str = "rollout_gateway.engines.worker.process"
+    process: str = "paceline.services.rollout_gateway.engines.worker.process"
     """Module that a worker process runs."""
     extra: str = ""
     """What it is to be installed with (paceline/local/extras.py); empty: it needs nothing more, or
@@ -39,8 +39,9 @@ class EngineKind:
         return (self.process, self.build.partition(":")[0]) if self.build else ()
 
 
-_EMBEDDED, _SGLANG = "rollout_gateway.engines.embedded", "rollout_gateway.engines.sglang"
-_SCRIPTED = "rollout_gateway.testing.scripted"
+_EMBEDDED = "paceline.services.rollout_gateway.engines.embedded"
+_SGLANG = "paceline.services.rollout_gateway.engines.sglang"
+_SCRIPTED = "paceline.services.rollout_gateway.testing.scripted"
 
 ENGINES = {
     "embedded": EngineKind(

@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.trajectory import Target, VersionSet
-from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.services.rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
     EngineLoad,
@@ -25,6 +24,7 @@ from rollout_gateway.engines.nouns import (
     Request,
     Withheld,
 )
+from paceline.trajectory import Target, VersionSet
 
 
 class RowSink(Protocol):

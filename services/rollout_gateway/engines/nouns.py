@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from paceline.errors import MissingCapability
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
-from rollout_gateway.engines.sampling import Sampling
 
 
 class Capability(StrEnum):

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import Config
-from rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
 
 Precision = Literal["float32", "bfloat16"]
 

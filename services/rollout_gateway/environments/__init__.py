@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from paceline.errors import NotFound
 from paceline.plugins import find_variant
-from rollout_gateway.environments.base import Environment
-from rollout_gateway.environments.interactions import Interactions
-from rollout_gateway.environments.single_turn import SingleTurn
-from rollout_gateway.environments.tool_use import ToolUse
-from rollout_gateway.environments.toolbox import Toolbox
-from rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.environments.base import Environment
+from paceline.services.rollout_gateway.environments.interactions import Interactions
+from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.environments.tool_use import ToolUse
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.sandbox import Sandbox
 
 
 @dataclass(frozen=True, slots=True)

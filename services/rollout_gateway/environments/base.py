@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.chat.messages import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.plugins import find_variant
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.environments.base import EpisodeTask
 
 METADATA = "interaction"
 """Key of a task's metadata that names its user."""

@@ -11,8 +11,8 @@ from pydantic.errors import PydanticUserError
 
 from paceline.errors import ConfigError
 from paceline.plugins import find_variant
+from paceline.services.rollout_gateway.environments.tools import Tool, ToolError
 from paceline.telemetry import get_logger
-from rollout_gateway.environments.tools import Tool, ToolError
 
 log = get_logger(__name__)
 _FORM = "a function whose parameters are annotated and whose docstring says what it does"

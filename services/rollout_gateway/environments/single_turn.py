@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollout_gateway.environments.base import Episode, EpisodeTask, Model
-from rollout_gateway.environments.tool_use import opening
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask, Model
+from paceline.services.rollout_gateway.environments.tool_use import opening
 
 
 class SingleTurn:

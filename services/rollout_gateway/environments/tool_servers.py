@@ -13,10 +13,10 @@ from typing import Any
 
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import ToolServerConfig
+from paceline.services.rollout_gateway.environments.tools import Tool, ToolError
 from paceline.telemetry import get_logger
-from rollout_gateway.background import background, cancel
-from rollout_gateway.config import ToolServerConfig
-from rollout_gateway.environments.tools import Tool, ToolError
 
 log = get_logger(__name__)
 

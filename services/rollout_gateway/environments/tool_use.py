@@ -10,13 +10,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.errors import InvalidInput, Unavailable
+from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask, Model
+from paceline.services.rollout_gateway.environments.interactions import (
+    Interaction,
+    Interactions,
+    reply_of,
+)
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.environments.tools import Tool, answer, schema
+from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
-from rollout_gateway.chat.messages import Message, ToolCall
-from rollout_gateway.environments.base import Episode, EpisodeTask, Model
-from rollout_gateway.environments.interactions import Interaction, Interactions, reply_of
-from rollout_gateway.environments.toolbox import Toolbox
-from rollout_gateway.environments.tools import Tool, answer, schema
-from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
 DEFAULT_TURNS = 8

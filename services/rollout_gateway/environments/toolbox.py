@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
-from rollout_gateway.config import ToolServerConfig
-from rollout_gateway.environments.own_tools import own_tool
-from rollout_gateway.environments.tool_servers import ToolServer
-from rollout_gateway.environments.tools import CALCULATOR, Tool, python
-from rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.config import ToolServerConfig
+from paceline.services.rollout_gateway.environments.own_tools import own_tool
+from paceline.services.rollout_gateway.environments.tool_servers import ToolServer
+from paceline.services.rollout_gateway.environments.tools import CALCULATOR, Tool, python
+from paceline.services.rollout_gateway.sandbox import Sandbox
 
 
 class Toolbox:

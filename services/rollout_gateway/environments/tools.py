@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_gateway.chat.messages import ToolCall
-from rollout_gateway.environments.calculator import CalculationError, calculate
-from rollout_gateway.sandbox import Sandbox, SandboxResult
+from paceline.services.rollout_gateway.chat.messages import ToolCall
+from paceline.services.rollout_gateway.environments.calculator import CalculationError, calculate
+from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
 
 MAX_ANSWER_CHARACTERS = 8000
 

@@ -17,6 +17,16 @@ import numpy as np
 import redis.asyncio
 
 from paceline.errors import PacelineError
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import FeaturesConfig
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray
+from paceline.services.rollout_gateway.features.selection import (
+    Indices,
+    hanging_drafts,
+    longest_run,
+)
 from paceline.streams import (
     FeatureBatch,
     RedisStream,
@@ -27,12 +37,6 @@ from paceline.streams import (
 )
 from paceline.telemetry import extract, get_logger, inject, names, span
 from paceline.tensors import NamedTensor
-from rollout_gateway import metrics
-from rollout_gateway.background import background, cancel
-from rollout_gateway.config import FeaturesConfig
-from rollout_gateway.engines.nouns import RowLayout
-from rollout_gateway.engines.worker.ring import RowArray
-from rollout_gateway.features.selection import Indices, hanging_drafts, longest_run
 
 STREAMS_KEPT = 16
 ROW_DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}

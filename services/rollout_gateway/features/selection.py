@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rollout_gateway.engines.worker.ring import RowArray
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 
 Indices = npt.NDArray[np.int64]
 

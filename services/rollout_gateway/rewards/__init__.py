@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_gateway.rewards.base import RewardRule, Unscored
-from rollout_gateway.rewards.rules import REWARDS, RewardRules
+from paceline.services.rollout_gateway.rewards.base import RewardRule, Unscored
+from paceline.services.rollout_gateway.rewards.rules import REWARDS, RewardRules
 
 __all__ = ["REWARDS", "RewardRule", "RewardRules", "Unscored"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.environments.base import Episode
 
 
 class Unscored(Exception):

@@ -33,10 +33,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
+from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
-from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.environments.base import Episode
 
 
 def episode_to(episode: Episode) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.environments.base import Episode
 
 
 class FormatRule:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import RewardRule
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.base import RewardRule
 
-MATH_EQUAL = "rollout_gateway.rewards.math_equal:MathEqual"
+MATH_EQUAL = "paceline.services.rollout_gateway.rewards.math_equal:MathEqual"
 MAX_ANSWER = 1000
 """Characters of an answer; a longer one is right only as the same text."""
 _BOXED = r"\boxed{"

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from paceline.errors import ConfigError
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import RuleScore
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.base import RuleScore
 
 SETTING = "gateway.rewards.mixtures"
 

@@ -13,17 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import ModelRewardConfig
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.base import Unscored
+from paceline.services.rollout_gateway.rewards.processes.child import (
+    STOPPED,
+    ChildPlace,
+    ChildProcess,
+)
+from paceline.services.rollout_gateway.rewards.processes.pipes import (
+    Answer,
+    Raised,
+    Rewards,
+    ScoreEpisodes,
+)
 from paceline.telemetry import get_logger
-from rollout_gateway.background import background, cancel
-from rollout_gateway.config import ModelRewardConfig
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.processes.child import STOPPED, ChildPlace, ChildProcess
-from rollout_gateway.rewards.processes.pipes import Answer, Raised, Rewards, ScoreEpisodes
 
 log = get_logger(__name__)
 
-MODULE = "rollout_gateway.rewards.processes.reward_model"
+MODULE = "paceline.services.rollout_gateway.rewards.processes.reward_model"
 START_S = 600.0
 """Longest loading of a model."""
 

@@ -14,11 +14,11 @@ import httpx
 from paceline.client.flows import retry_after_s
 from paceline.client.settings import Backoff
 from paceline.errors import ConfigError, Unavailable
+from paceline.services.rollout_gateway.config import RemoteRewardConfig
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.breaker import CircuitBreaker
+from paceline.services.rollout_gateway.rewards.episode_json import episode_to
 from paceline.telemetry import inject, names, span
-from rollout_gateway.config import RemoteRewardConfig
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.breaker import CircuitBreaker
-from rollout_gateway.rewards.episode_json import episode_to
 
 PAUSES = Backoff(first_s=0.1, most_s=5.0)
 MAX_ANSWER_BYTES = 64 << 10

@@ -8,20 +8,26 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.config import RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.base import (
+    Closes,
+    Prepares,
+    RewardRule,
+    RuleScore,
+    Unscored,
+)
+from paceline.services.rollout_gateway.rewards.code_tests import CodeTests
+from paceline.services.rollout_gateway.rewards.format import FormatRule
+from paceline.services.rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
+from paceline.services.rollout_gateway.rewards.mixture import Mixture, check_mixtures
+from paceline.services.rollout_gateway.rewards.model import ModelReward
+from paceline.services.rollout_gateway.rewards.processes.pool import Children, ChildRule
+from paceline.services.rollout_gateway.rewards.remote import RemoteReward
+from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
 from paceline.trajectory import REWARD_RANGE, is_reward
-from rollout_gateway import metrics
-from rollout_gateway.config import RewardsConfig
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import Closes, Prepares, RewardRule, RuleScore, Unscored
-from rollout_gateway.rewards.code_tests import CodeTests
-from rollout_gateway.rewards.format import FormatRule
-from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
-from rollout_gateway.rewards.mixture import Mixture, check_mixtures
-from rollout_gateway.rewards.model import ModelReward
-from rollout_gateway.rewards.processes.pool import Children, ChildRule
-from rollout_gateway.rewards.remote import RemoteReward
-from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from rollout_gateway.background import background, cancel
-from rollout_gateway.workers.router import Router
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.workers.router import Router
 
 
 class IdleWorkers:

@@ -12,16 +12,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from paceline.services.rollout_gateway.background import first_of
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.runs.idle import IdleWorkers
+from paceline.services.rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
+from paceline.services.rollout_gateway.runs.totals import Totals
+from paceline.services.rollout_gateway.runs.turns import StepTurns
+from paceline.services.rollout_gateway.sessions.open_groups import OpenGroup
+from paceline.services.rollout_gateway.sessions.samples import restamped
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.background import first_of
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.runs.idle import IdleWorkers
-from rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
-from rollout_gateway.runs.totals import Totals
-from rollout_gateway.runs.turns import StepTurns
-from rollout_gateway.sessions.open_groups import OpenGroup
-from rollout_gateway.sessions.samples import restamped
 
 STEPS_REMEMBERED = 4
 log = get_logger(__name__)

@@ -12,18 +12,27 @@ from typing import Any
 
 from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.messages import stats_to_proto
+from paceline.services.rollout_gateway.calls.call import Call, Plan
+from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.environments import environment
+from paceline.services.rollout_gateway.environments.base import (
+    ChatTurn,
+    Episode,
+    EpisodeTask,
+    TextTurn,
+)
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.session import Caller, Grant, Session
 from paceline.telemetry import Attributes, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.call import Call, Plan
-from rollout_gateway.calls.planner import Asked
-from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.environments import environment
-from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.session import Caller, Grant, Session
 
 EXTERNAL = "external"
 """The environment in which agents from outside claim the tasks."""

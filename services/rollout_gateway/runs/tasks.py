@@ -15,16 +15,12 @@ from contextlib import aclosing
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.tasks import MAX_SAMPLES
-from paceline.telemetry import names, span
-from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.environments import environment
-from rollout_gateway.environments.base import PreparesTasks
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.runs.open import OpenRuns
-from rollout_gateway.runs.sample import (
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.environments import environment
+from paceline.services.rollout_gateway.environments.base import PreparesTasks
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.runs.open import OpenRuns
+from paceline.services.rollout_gateway.runs.sample import (
     AGENT,
     EXTERNAL,
     Job,
@@ -32,9 +28,13 @@ from rollout_gateway.runs.sample import (
     recorded_sample,
     settings_digest,
 )
-from rollout_gateway.runs.totals import Totals
-from rollout_gateway.sessions.samples import check_trainable
-from rollout_gateway.workers.metrics import describe_rounds
+from paceline.services.rollout_gateway.runs.totals import Totals
+from paceline.services.rollout_gateway.sessions.samples import check_trainable
+from paceline.services.rollout_gateway.workers.metrics import describe_rounds
+from paceline.tasks import MAX_SAMPLES
+from paceline.telemetry import names, span
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
 
 ANSWERS_REMEMBERED = 16_384
 

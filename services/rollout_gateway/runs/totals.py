@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.messages import stats_from_proto, stats_to_proto, versions_to_proto
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.workers.regret import regret
 from paceline.trajectory import SpeculationStats, equal_rewards
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.workers.regret import regret
 
 
 class Totals:

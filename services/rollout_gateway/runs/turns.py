@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rollout_gateway.sessions.open_groups import OpenGroup, OpenGroups
+from paceline.services.rollout_gateway.sessions.open_groups import OpenGroup, OpenGroups
 
 
 class StepTurns:

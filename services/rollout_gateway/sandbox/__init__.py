@@ -1,6 +1,6 @@
 """Code of a model, run in a process that can do no harm. Owns no scores and no tools."""
 
-from rollout_gateway.sandbox.launcher.request import SandboxResult
-from rollout_gateway.sandbox.runs import Sandbox
+from paceline.services.rollout_gateway.sandbox.launcher.request import SandboxResult
+from paceline.services.rollout_gateway.sandbox.runs import Sandbox
 
 __all__ = ["Sandbox", "SandboxResult"]

@@ -22,15 +22,15 @@ from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
 from paceline.local.process_directory import locked_directory
 from paceline.local.user_directory import enterable_directory, user_directory
-from paceline.telemetry import get_logger
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.sandbox.launcher.removal import remove_tree
-from rollout_gateway.sandbox.launcher.request import (
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.sandbox.launcher.removal import remove_tree
+from paceline.services.rollout_gateway.sandbox.launcher.request import (
     CODE_FILE,
     RunRequest,
     SandboxResult,
     encode,
 )
+from paceline.telemetry import get_logger
 
 log = get_logger(__name__)
 START_S = 30.0

@@ -16,18 +16,22 @@ import redis.asyncio
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import scope_of
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.offers import NO_RUN, TaskOffers
+from paceline.services.rollout_gateway.sessions.open_groups import OpenGroups
+from paceline.services.rollout_gateway.sessions.outbox import Outbox
+from paceline.services.rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
 from paceline.streams import NOTED, OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
-from rollout_gateway.background import background, cancel
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.offers import NO_RUN, TaskOffers
-from rollout_gateway.sessions.open_groups import OpenGroups
-from rollout_gateway.sessions.outbox import Outbox
-from rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
-from rollout_gateway.sessions.session import Caller, Session
 
 SCORE_GRACE_S = 10.0
 RECORD_WAIT_S = 0.25

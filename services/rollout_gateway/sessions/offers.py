@@ -13,10 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import FailedPrecondition, Unavailable
+from paceline.services.rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.telemetry import get_logger
-from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.session import Session
 
 ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
 NO_RUN = "no run uses this gateway, so that nobody offers it tasks"

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from paceline.errors import ResourceExhausted
+from paceline.services.rollout_gateway.sessions.assignment import SessionState
+from paceline.services.rollout_gateway.sessions.session import Session
 from paceline.trajectory import Trajectory
-from rollout_gateway.sessions.assignment import SessionState
-from rollout_gateway.sessions.session import Session
 
 TOKEN_BYTES = 64
 """Of a sample in memory: ids, mask and log-probs as Python numbers."""

@@ -18,10 +18,10 @@ from typing import Any
 import redis.asyncio
 
 from paceline.errors import PacelineError, ResourceExhausted
+from paceline.services.rollout_gateway.background import background, cancel
 from paceline.streams import Ledger, encode_trajectory
 from paceline.telemetry import extract, get_logger, inject, names, span
 from paceline.trajectory import Trajectory
-from rollout_gateway.background import background, cancel
 
 BATCH = 16
 RETRY_S = 0.25

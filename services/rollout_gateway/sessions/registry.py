@@ -16,13 +16,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.session import Session, ended_error
+from paceline.services.rollout_gateway.sessions.traces import SessionTrace
+from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.sessions.view import session_json
 from paceline.streams import api_key_hash
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.session import Session, ended_error
-from rollout_gateway.sessions.traces import SessionTrace
-from rollout_gateway.sessions.tree import Turn
-from rollout_gateway.sessions.view import session_json
 
 KEY_PREFIX = "sk-pl-"
 ENDED_REMEMBERED = 4096

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.errors import TrainabilityError
+from paceline.services.rollout_gateway.engines.sampling import (
+    OVERRIDABLE,
+    UNSEEDED,
+    Sampling,
+    untrainable,
+)
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.tree import Branch, MessageTree, Turn
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory
-from rollout_gateway.engines.sampling import OVERRIDABLE, UNSEEDED, Sampling, untrainable
-from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.tree import Branch, MessageTree, Turn
 
 SHOWN_CHARACTERS = 40
 _OFF = Sampling(UNSEEDED, 1)

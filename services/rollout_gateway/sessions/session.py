@@ -13,13 +13,17 @@ from paceline.errors import (
     ResourceExhausted,
     TrainabilityError,
 )
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.samples import check_trainable, samples
+from paceline.services.rollout_gateway.sessions.traces import SessionTrace
+from paceline.services.rollout_gateway.sessions.tree import MessageTree, Turn
 from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.samples import check_trainable, samples
-from rollout_gateway.sessions.traces import SessionTrace
-from rollout_gateway.sessions.tree import MessageTree, Turn
 
 
 @dataclass(frozen=True, slots=True)

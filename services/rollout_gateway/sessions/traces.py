@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span, set_span_in_context
 
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
 from paceline.telemetry import inject, link_current, names, open_span
-from rollout_gateway.sessions.assignment import Assignment
 
 
 class SessionTrace:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
-from rollout_gateway.chat.messages import Message
 
 
 @dataclass(eq=False, slots=True)

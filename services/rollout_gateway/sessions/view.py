@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
+from paceline.services.rollout_gateway.sessions.session import Session
+from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.tagged_json import to_object
 from paceline.trajectory import DrawSpan, Trajectory, VersionSpan
-from rollout_gateway.sessions.session import Session
-from rollout_gateway.sessions.tree import Turn
 
 
 def session_json(session: Session) -> dict[str, Any]:

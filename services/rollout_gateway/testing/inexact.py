@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.models.decoder import DecoderWeights
-from rollout_gateway.engines import EngineKind
-from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.rows import layout_of_settings
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines import EngineKind
+from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.rows import layout_of_settings
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 
 DAMAGE = 2.0
 """Factor of what is damaged."""

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable, WeightsError
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.config import CanaryConfig
+from paceline.services.rollout_gateway.workers.placement import Seat
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import get_logger, names, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
-from rollout_gateway import metrics
-from rollout_gateway.config import CanaryConfig
-from rollout_gateway.workers.placement import Seat
-from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.router import Router
 
 REFUSED = "CANARY"
 """Reason of the error of a set that a canary refused."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from paceline.messages import from_message, to_message, versions_from_proto, versions_to_proto
+from paceline.services.rollout_gateway.bandits.evidence import Evidence, combine
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.bandits.evidence import Evidence, combine
-from rollout_gateway.workers.process import WorkerProcess
 
 
 class EvidenceExchange:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from paceline.errors import PacelineError
 from paceline.local.news import tell_supervisor
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.telemetry import get_logger
-from rollout_gateway.background import background, cancel
-from rollout_gateway.workers.lending import Lending
 
 log = get_logger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 
 from paceline.errors import DataLoss, InternalError, PacelineError
 from paceline.messages import stats_from_proto, stats_to_proto
+from paceline.services.rollout_gateway import metrics
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway import metrics
 
 
 class Generation:

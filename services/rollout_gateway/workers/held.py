@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.errors import Unavailable
-from rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.generation import Generation
 
 
 class HeldRequests:

@@ -18,18 +18,18 @@ from paceline.local.extras import require_extra
 from paceline.local.forking import Forker
 from paceline.local.news import tell_supervisor
 from paceline.local.process_directory import process_directory
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import EngineConfig
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
+from paceline.services.rollout_gateway.workers.placement import Seat
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway import metrics
-from rollout_gateway.background import background, cancel
-from rollout_gateway.config import EngineConfig
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.nouns import RowLayout
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.ring import RowArray, RowRing
-from rollout_gateway.engines.worker.spec import WorkerSpec
-from rollout_gateway.workers.placement import Seat
-from rollout_gateway.workers.process import WorkerProcess
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 """Wait before a lost worker is replaced; it doubles while the replacement keeps dying."""

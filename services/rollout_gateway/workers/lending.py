@@ -19,15 +19,15 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.rpc import EpochGuard, Track
+from paceline.services.rollout_gateway.engines.nouns import Capability
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.held import HeldRequests
+from paceline.services.rollout_gateway.workers.placement import Seat
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.whole_files import write_whole
-from rollout_gateway.engines.nouns import Capability
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.held import HeldRequests
-from rollout_gateway.workers.placement import Seat
-from rollout_gateway.workers.process import WorkerProcess
 
 DRAIN_S = 5.0
 """Seconds that the requests of a worker have to end before it is lent out, where nobody says."""

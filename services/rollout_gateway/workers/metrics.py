@@ -14,16 +14,16 @@ from opentelemetry.trace import Span
 
 from paceline.arm_names import speculator_of
 from paceline.messages import stats_from_proto
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.engines.nouns import RoundSplit
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.regret import regret
 from paceline.telemetry import get_logger, names
 from paceline.telemetry.metrics import Labels
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway import metrics
-from rollout_gateway.engines.nouns import RoundSplit
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.regret import regret
 
 STAGES = tuple(one.name.removesuffix("_s") for one in fields(RoundSplit) if one.name.endswith("_s"))
 """Parts of a round whose seconds are told."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.rpc.progress import Activity
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.process import WorkerProcess
 
 STICKY_FACTOR = 2.0
 STICKY_SLACK = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.placement import Seat
 
 PROMPTS_KEPT, PROMPT_TOKENS_KEPT = 4, 256
 

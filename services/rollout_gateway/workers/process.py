@@ -16,13 +16,17 @@ from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.processes import describe_exit
 from paceline.messages import versions_from_proto
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.background import background, cancel
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.ring import RowArray, RowRing
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 STOP_GRACE_S = 5.0
 LAST_WORDS_MS = 20

@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.engines.nouns import Capability
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import get_logger
 from paceline.trajectory import (
     ARM_PATH,
@@ -16,10 +20,6 @@ from paceline.trajectory import (
     SWAPPED_PATH,
 )
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway import metrics
-from rollout_gateway.engines.nouns import Capability
-from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.router import Router
 
 _ALONE = (PLAIN_PATH, DRAFTED_PATH, REUSED_PATH, SWAPPED_PATH)
 

@@ -12,21 +12,21 @@ from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.local.heartbeat import LIMIT_S
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.config import EngineConfig
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray
+from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.held import HeldRequests
+from paceline.services.rollout_gateway.workers.keeper import RowShape, WorkerKeeper
+from paceline.services.rollout_gateway.workers.lending import Loans
+from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
+from paceline.services.rollout_gateway.workers.placement import Seat, choose
+from paceline.services.rollout_gateway.workers.probes import Probes
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.waiting import WaitingTraffic
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway import metrics
-from rollout_gateway.config import EngineConfig
-from rollout_gateway.engines.worker.ring import RowArray
-from rollout_gateway.workers.evidence_exchange import EvidenceExchange
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.held import HeldRequests
-from rollout_gateway.workers.keeper import RowShape, WorkerKeeper
-from rollout_gateway.workers.lending import Loans
-from rollout_gateway.workers.metrics import EngineMetrics
-from rollout_gateway.workers.placement import Seat, choose
-from rollout_gateway.workers.probes import Probes
-from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.waiting import WaitingTraffic
 
 MAX_TRIES = 3
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from rollout_gateway.workers.held import HeldRequests
-from rollout_gateway.workers.placement import Seat
+from paceline.services.rollout_gateway.workers.held import HeldRequests
+from paceline.services.rollout_gateway.workers.placement import Seat
 
 
 @dataclass(frozen=True, slots=True)

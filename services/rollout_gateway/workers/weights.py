@@ -11,14 +11,14 @@ from typing import NoReturn
 from paceline.errors import DataLoss, PacelineError, Unavailable, WeightsError
 from paceline.local.news import tell_supervisor
 from paceline.messages import versions_from_proto, versions_to_proto
+from paceline.services.rollout_gateway.config import CanaryConfig
+from paceline.services.rollout_gateway.workers.canary import Canary
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
+from paceline.services.rollout_gateway.workers.router import Router
 from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
-from rollout_gateway.config import CanaryConfig
-from rollout_gateway.workers.canary import Canary
-from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.router import Router
 
 VERSIONS_REMEMBERED = 16
 log = get_logger(__name__)

@@ -11,13 +11,13 @@ import pytest
 
 from paceline.local.patience import patient
 from paceline.rpc import rpc_errors
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import build_manifest, commit_versions, push_weights
-from rollout_gateway.workers.process import WorkerProcess
 
 Order = list[tuple[str, int, str]]
 

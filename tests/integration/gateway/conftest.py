@@ -22,12 +22,12 @@ from integration.gateway.conversations import teach
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.rpc import channel, leased
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.server import running
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.server import running
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 POLICY_MODEL = DEMO_TOKENIZER

@@ -12,9 +12,9 @@ from typing import Any
 
 import zmq
 
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.worker import process as worker
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.worker import process as worker
 
 ADDRESS_VARIABLE = "PACELINE_TEST_EVENTS"
 LONG_TOKENS = 100

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.testing.scripted.replies import Script
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.engine_settings import engine_settings
-from rollout_gateway.testing.scripted.replies import Script
-from rollout_gateway.testing.scripted.script import ScriptedSpec
 
 SLOW = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
 """For the script: a token every 10 ms."""

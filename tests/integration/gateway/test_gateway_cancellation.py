@@ -17,9 +17,9 @@ from integration.gateway.held_worker import ADDRESS_VARIABLE, LONG_TOKENS
 
 from paceline.local.patience import patient
 from paceline.rpc import responses
+from paceline.services.rollout_gateway.engines import ENGINES
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines import ENGINES
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 LONG = {"prompt": "12:8=", "max_tokens": 2 * LONG_TOKENS, "ignore_eos": True, "seed": 1}

@@ -14,11 +14,11 @@ import grpc
 import pytest
 from twin_kind import TwinNet
 
-from drafter_trainer.gate.publish import push_drafter
-from drafter_trainer.messages import Judged
 from paceline.file_hashes import write_hashes
 from paceline.local.patience import patient
 from paceline.models.config import read_config
+from paceline.services.drafter_trainer.gate.publish import push_drafter
+from paceline.services.drafter_trainer.messages import Judged
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb

@@ -14,6 +14,9 @@ from safetensors.torch import save
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
 from paceline.models.config import read_config
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.eagle.net import EagleNet
 from paceline.streams import RedisStream, decode_features, run_key
 from paceline.tensors import decode_safetensors
@@ -22,9 +25,6 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import build_manifest, commit_versions, push_weights
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engine_settings import engine_settings
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 

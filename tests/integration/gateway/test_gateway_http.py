@@ -203,7 +203,7 @@ async def test_a_client_that_goes_away_frees_the_engine(
 
 def test_the_gateway_process_imports_no_torch() -> None:
     code = (
-        "import sys, rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' "
+        "import sys, paceline.services.rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' "
         "in sys.modules)"
     )
     assert (

@@ -22,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from paceline.local.patience import patient
-from rollout_gateway.api.http.app import routes
-from rollout_gateway.api.http.openapi import document
-from rollout_gateway.api.http.routes import OPERATIONS
+from paceline.services.rollout_gateway.api.http.app import routes
+from paceline.services.rollout_gateway.api.http.openapi import document
+from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
 
 CHECKS = [
     not_a_server_error,

@@ -14,10 +14,10 @@ import redis.asyncio
 from rejected_oracle import contexts_of_batch, last_states
 from transformers import AutoModelForCausalLM
 
-from drafter_trainer.rows.sample import sample_from
 from paceline.errors import MissingCapability
 from paceline.local.patience import patient
 from paceline.models.config import read_config
+from paceline.services.drafter_trainer.rows.sample import sample_from
 from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key
 from paceline.tensors import as_numpy
 from paceline.v1 import rollout_pb2 as rpb

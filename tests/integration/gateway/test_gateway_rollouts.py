@@ -19,12 +19,12 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.trajectory import request_seed, tokens_hash
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
-from rollout_gateway.workers.process import WorkerProcess
 
 
 async def generated(

@@ -13,11 +13,14 @@ import pytest
 import redis.asyncio
 
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.testing.scripted.script import (
+    scripted_logprob,
+    scripted_rows,
+)
 from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.testing.scripted.script import scripted_logprob, scripted_rows
 
 
 def redis_keys(url: str, run_id: str) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from paceline.local.heartbeat import LIMIT_S
 from paceline.local.news import VARIABLE as NEWS_VARIABLE
 from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.workers.router import Router
+from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engine_settings import engine_settings
-from rollout_gateway.workers.router import Router
-from rollout_gateway.workers.weights import WorkerWeights
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 DEADLINE_S = patient(30)

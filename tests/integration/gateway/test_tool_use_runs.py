@@ -157,7 +157,7 @@ async def test_a_gateway_does_not_start_without_the_walls_that_it_was_asked_for(
 
 
 TEACHER = """
-from rollout_gateway.environments.interactions import UserReply
+from paceline.services.rollout_gateway.environments.interactions import UserReply
 
 
 class Teacher:

@@ -39,10 +39,10 @@ from paceline.errors import InvalidInput
 from paceline.models.config import parse_config
 from paceline.models.loading import model_shapes
 from paceline.plugins import import_object
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.ngram import NgramSpeculator
-from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 PROMPTS = [(5, 6, 7, index) for index in range(2, 6)]
 STEPS, TOKENS = 7, 200

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.demo_runs import DemoRun
 from benchmarks.schedules import arms, chosen_arms, compare, staleness, tokens_s, waiting
-from coordinator.config import CoordinatorConfig
 from paceline.errors import InvalidInput
+from paceline.services.coordinator.config import CoordinatorConfig
 
 
 def run(arm: str, step_s: float, ages: dict[str, int], accuracy: float = 0.8) -> DemoRun:

@@ -14,14 +14,14 @@ from benchmarks.simulation.lengths import DEMO, LogNormal, Recorded
 from benchmarks.simulation.record_lengths import groups_of
 from benchmarks.simulation.run import Decide, VirtualRun
 from benchmarks.simulation.sections import Pair, SchedulePlan, accounted, goals_of, plans
-from coordinator.machine import schedule
-from coordinator.machine.commands import ActivateDrafter, Command, PreemptDrafter
-from coordinator.machine.events import Event
-from coordinator.machine.settings import CommitMode, Placement, Schedule
-from coordinator.machine.state import State
-from coordinator.machine.step import step
 from paceline.errors import InternalError
 from paceline.report.spans import SpanRecord
+from paceline.services.coordinator.machine import schedule
+from paceline.services.coordinator.machine.commands import ActivateDrafter, Command, PreemptDrafter
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import CommitMode, Placement, Schedule
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.step import step
 from paceline.streams.journal_line import SlotUse
 from paceline.telemetry import names
 

@@ -19,7 +19,7 @@ def paceline(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]
     """The command as it runs over the libraries below `root`."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((f"{root}/libs", f"{root}/services")),
+        "PYTHONPATH": f"{root}/libs",
     }
     return subprocess.run(
         [sys.executable, "-m", "paceline.cli.main", "bench", *words],

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import CoordinatorConfig
 from paceline.cli.access import directory_of
 from paceline.cli.run_files import (
     DemoOptions,
@@ -22,15 +21,16 @@ from paceline.cli.run_files import (
 from paceline.config import ServiceConfig, load_config
 from paceline.config.tables import read_tables
 from paceline.errors import ConfigError, InvalidInput, NotFound
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engine_settings import engine_settings
-from rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 
 SERVICES = {
-    "coordinator": ("coordinator.config", "CoordinatorConfig"),
-    "gateway": ("rollout_gateway.config", "GatewayConfig"),
-    "policy_trainer": ("policy_trainer.config", "PolicyTrainerConfig"),
-    "drafter_trainer": ("drafter_trainer.config", "DrafterTrainerConfig"),
+    "coordinator": ("paceline.services.coordinator.config", "CoordinatorConfig"),
+    "gateway": ("paceline.services.rollout_gateway.config", "GatewayConfig"),
+    "policy_trainer": ("paceline.services.policy_trainer.config", "PolicyTrainerConfig"),
+    "drafter_trainer": ("paceline.services.drafter_trainer.config", "DrafterTrainerConfig"),
 }
 
 

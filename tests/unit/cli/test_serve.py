@@ -29,7 +29,7 @@ def test_options_outrank_overrides_and_name_their_setting(
         [
             sys.executable,
             "-m",
-            "rollout_gateway",
+            "paceline.services.rollout_gateway",
             "--print-config",
             "engine.threads=2",
             f'model="{tmp_path}"',
@@ -43,7 +43,7 @@ def test_options_outrank_overrides_and_name_their_setting(
 
 def test_a_service_has_no_settings_of_its_own_accord(started: list[list[str]]) -> None:
     assert CliRunner().invoke(app, ["serve", "policy-trainer"]).exit_code == 0
-    assert started == [[sys.executable, "-m", "policy_trainer"]]
+    assert started == [[sys.executable, "-m", "paceline.services.policy_trainer"]]
 
 
 def test_an_unknown_service_is_refused_with_those_there_are(started: list[list[str]]) -> None:

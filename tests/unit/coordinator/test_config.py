@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import CoordinatorConfig
 from paceline.config import load_config
 from paceline.errors import ConfigError
+from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.tasks import MAX_SAMPLES
 
 

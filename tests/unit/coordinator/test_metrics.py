@@ -7,7 +7,7 @@ from metric_points import all_points, points
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from coordinator import metrics
+from paceline.services.coordinator import metrics
 from paceline.telemetry.metrics import use_meter
 from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.v1.trajectory_pb2 import VersionSet

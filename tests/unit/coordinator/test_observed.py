@@ -9,12 +9,18 @@ from typing import Any
 from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from coordinator import metrics
-from coordinator.machine import events
-from coordinator.machine.slots import Holder, Slot, slot_row
-from coordinator.machine.state import DrawnStep, Phase, RolloutTrack, Service, State
-from coordinator.observed import ObservedRun
 from paceline.errors import Unavailable
+from paceline.services.coordinator import metrics
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.slots import Holder, Slot, slot_row
+from paceline.services.coordinator.machine.state import (
+    DrawnStep,
+    Phase,
+    RolloutTrack,
+    Service,
+    State,
+)
+from paceline.services.coordinator.observed import ObservedRun
 from paceline.streams import LedgerCount
 
 ENGINE, POLICY, DRAFTER = (

@@ -10,16 +10,22 @@ import pytest
 from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from coordinator import metrics
-from coordinator.calls.base import Calls
-from coordinator.calls.peers import Peers
-from coordinator.config import CoordinatorConfig
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.state import LearnerTrack, Phase, RolloutTrack, Service, State
-from coordinator.stall import StallWatch
 from paceline.config import AddressesConfig, SecurityConfig
 from paceline.local.ports import free_port
+from paceline.services.coordinator import metrics
+from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import (
+    LearnerTrack,
+    Phase,
+    RolloutTrack,
+    Service,
+    State,
+)
+from paceline.services.coordinator.stall import StallWatch
 from paceline.v1.progress_pb2 import GetProgressResponse
 
 ROLLS_OUT = State(phase=Phase.RUNNING, rollouts=RolloutTrack(Phase.ROLLOUT))

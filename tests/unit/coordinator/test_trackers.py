@@ -12,9 +12,9 @@ import pytest
 from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from coordinator import metrics, trackers
-from coordinator.trackers import Tracking, check_trackers
 from paceline.errors import ConfigError
+from paceline.services.coordinator import metrics, trackers
+from paceline.services.coordinator.trackers import Tracking, check_trackers
 from paceline.v1.coordinator_pb2 import StepRecord
 
 RECORD = StepRecord(

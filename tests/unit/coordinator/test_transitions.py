@@ -9,12 +9,12 @@ import pytest
 import redis.asyncio
 from redis_servers import foreign_redis
 
-from coordinator.journal.journal import Journal
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.transitions import Transitions
 from paceline.errors import DataLoss, InternalError, ResourceExhausted
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.transitions import Transitions
 from paceline.streams import connect, run_key
 from paceline.streams.journal_pages import journal_lines
 from paceline.trajectory import VersionSet

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.machine import events
-from coordinator.machine.state import DrawnStep, Phase, RolloutTrack, State
-from coordinator.watch import AcceptanceWatch
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.state import DrawnStep, Phase, RolloutTrack, State
+from paceline.services.coordinator.watch import AcceptanceWatch
 from paceline.trajectory import VersionSet
 
 

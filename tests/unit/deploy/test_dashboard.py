@@ -31,9 +31,10 @@ OF_PROMETHEUS = {"le", "job", "instance"}
 def declared() -> list[Metric]:
     """Every metric of every module that declares some."""
     found: dict[str, Metric] = {}
-    for root, pattern in (("services", "*/metrics.py"), ("libs", "paceline/*/metrics.py")):
-        for path in sorted((ROOT / root).glob(pattern)):
-            name = ".".join(path.relative_to(ROOT / root).with_suffix("").parts)
+    libs = ROOT / "libs"
+    for pattern in ("paceline/services/*/metrics.py", "paceline/*/metrics.py"):
+        for path in sorted(libs.glob(pattern)):
+            name = ".".join(path.relative_to(libs).with_suffix("").parts)
             each = vars(import_module(name)).values()
             found |= {one.name: one for one in each if isinstance(one, Metric)}
     return list(found.values())

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter_trainer.learn.heads import PolicyHead
-from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline.streams import FeatureBatch, RejectedRows
 from paceline.tensors import as_numpy, from_numpy
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 from whole_tensors import whole_of
 
-from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.learn import sharing
-from drafter_trainer.learn.heads import PolicyHead
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.learn.membership import Membership
-from drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import Membership
+from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.training.checkpoints import CheckpointWriter

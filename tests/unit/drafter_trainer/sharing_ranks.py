@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from unit.drafter_trainer.samples import sample, sample_with_rejected
 
-from drafter_trainer.learn import sharing
-from drafter_trainer.learn.membership import on_cpu
-from drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.rows.batcher import pack
 
 
 def main(out: Path) -> None:

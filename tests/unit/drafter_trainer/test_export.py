@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from drafter_trainer.export import app, export_checkpoint
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
+from paceline.services.drafter_trainer.export import app, export_checkpoint
 from paceline.speculators.eagle.net import EagleNet, EagleOptions
 from paceline.speculators.export import Format
 from paceline.speculators.loading import read_drafter

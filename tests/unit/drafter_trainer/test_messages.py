@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from drafter_trainer import messages as m
 from paceline.errors import DataLoss
 from paceline.ranks.messages import Doing, Impaired, Save, Saved
+from paceline.services.drafter_trainer import messages as m
 
 CONTENDER = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from drafter_trainer import messages as m
-from drafter_trainer import metrics
-from drafter_trainer.learn.learner import MicroResult
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer import metrics
+from paceline.services.drafter_trainer.learn.learner import MicroResult
 
 
 def test_acceptance_is_told_by_position_bucket_role_and_temperature(

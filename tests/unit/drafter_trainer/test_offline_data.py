@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from drafter_trainer.offline.data import Example, read_samples
-from drafter_trainer.offline.text import ModelText
 from paceline.errors import ConfigError, InvalidInput
+from paceline.services.drafter_trainer.offline.data import Example, read_samples
+from paceline.services.drafter_trainer.offline.text import ModelText
 
 WORDS = ["<bos>", "<eos>", "<u>", "<a>", "add", "one", "two", "three", "four", "five"]
 TEMPLATE = (

@@ -8,8 +8,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_trainer.offline.data import Example
-from drafter_trainer.offline.plan import epoch_rows, place, split, steps_from, steps_of
+from paceline.services.drafter_trainer.offline.data import Example
+from paceline.services.drafter_trainer.offline.plan import (
+    epoch_rows,
+    place,
+    split,
+    steps_from,
+    steps_of,
+)
 from paceline.training.packing import first_fit
 
 

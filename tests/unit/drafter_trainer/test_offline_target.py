@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drafter_trainer.learn.membership import on_cpu
-from drafter_trainer.offline.data import Example
-from drafter_trainer.offline.plan import Document
-from drafter_trainer.offline.target import TargetModel
 from paceline.errors import InvalidInput
 from paceline.models.loading import hash_head, read_tensors
+from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.offline.data import Example
+from paceline.services.drafter_trainer.offline.plan import Document
+from paceline.services.drafter_trainer.offline.target import TargetModel
 from paceline.speculators.base import CaptureSpec
 from paceline.training.hugging_face import load_causal_lm
 

@@ -14,12 +14,12 @@ from random_models import save_random
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.rank import train
-from drafter_trainer.offline.trainer import acceptance
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.services.drafter_trainer.offline.rank import train
+from paceline.services.drafter_trainer.offline.trainer import acceptance
 from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SpeculatorKind

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
-from drafter_trainer import messages as m
-from drafter_trainer.server import _detached, _gate
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.server import _detached, _gate
 
 FILLED: dict[Any, Any] = {int: 3, float: 0.5, bool: True, str: "promoted"}
 ENTRY = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=True)

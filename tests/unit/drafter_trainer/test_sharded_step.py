@@ -14,8 +14,8 @@ from unit.drafter_trainer.samples import PROMPT, TARGET, toy_policy
 from unit.drafter_trainer.sharded_step import ROWS
 from whole_tensors import whole_of
 
-from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.speculators.eagle.net import EagleNet
 from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 

@@ -24,19 +24,19 @@ from unit.drafter_trainer.samples import (
 )
 from whole_tensors import whole_of
 
-from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.gate.candidates import Candidates
-from drafter_trainer.learn.heads import PolicyHeads
-from drafter_trainer.learn.membership import on_cpu
-from drafter_trainer.learn.students import Students, initial_nets
-from drafter_trainer.link import TrainerLink
-from drafter_trainer.rows.sample import sample_from
-from drafter_trainer.rows.store import RowStore
-from drafter_trainer.trainer import DrafterTrainer
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
+from paceline.services.drafter_trainer import messages as m
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.gate.candidates import Candidates
+from paceline.services.drafter_trainer.learn.heads import PolicyHeads
+from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.learn.students import Students, initial_nets
+from paceline.services.drafter_trainer.link import TrainerLink
+from paceline.services.drafter_trainer.rows.sample import sample_from
+from paceline.services.drafter_trainer.rows.store import RowStore
+from paceline.services.drafter_trainer.trainer import DrafterTrainer
 from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind

@@ -20,7 +20,7 @@ from paceline.local.redis import RedisLauncher, find_redis_server, launcher, res
 from paceline.local.services import SERVICES, service
 from paceline.local.supervisor import in_order, run_launches
 from paceline.local.user_directory import user_directory
-from rollout_gateway.engines import ENGINES
+from paceline.services.rollout_gateway.engines import ENGINES
 
 NOBODY = "/nonexistent"
 
@@ -59,7 +59,7 @@ def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
     }
     assert list(launches) == ["forkserver", *(spec.name for spec in SERVICES)]
     forkserver = launches.pop("forkserver")
-    assert forkserver.command[-1] == "drafter_trainer.rank"
+    assert forkserver.command[-1] == "paceline.services.drafter_trainer.rank"
     for launch in launches.values():
         assert forkserver.environment.items() >= launch.environment.items() != {}
         assert launch.command[0] == sys.executable

@@ -19,8 +19,8 @@ from paceline.errors import ConfigError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
-from policy_trainer.learn.loading import StartWeights
-from policy_trainer.learn.model import policy_on_meta
+from paceline.services.policy_trainer.learn.loading import StartWeights
+from paceline.services.policy_trainer.learn.model import policy_on_meta
 
 DEMO = Path(__file__).parents[3] / "examples/demo"
 SGLANG = Path(__file__).parents[3] / "examples/sglang/qwen2.5-7b-8gpus.toml"

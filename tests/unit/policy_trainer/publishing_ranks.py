@@ -14,19 +14,19 @@ from unit.policy_trainer.held import Held
 from unit.policy_trainer.sharded_step import trajectories, whole
 
 from paceline.errors import ResourceExhausted
+from paceline.services.policy_trainer import publish
+from paceline.services.policy_trainer.batches.batch import make_batch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.learner import Learner
+from paceline.services.policy_trainer.learn.parallel import form_mesh
+from paceline.services.policy_trainer.publish import gather_publication, take_served
 from paceline.tensors import NamedTensor, encode_safetensors
 from paceline.training import streaming
 from paceline.training.checkpoints import CheckpointWriter, read_each_whole
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_all_ranks
 from paceline.training.shards import local_of
-from policy_trainer import publish
-from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.parallel import form_mesh
-from policy_trainer.publish import gather_publication, take_served
 
 PIECE = 2 << 10
 

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig, OwnConfig
+from paceline.services.policy_trainer.algorithms.base import SessionBatch
+from paceline.services.policy_trainer.algorithms.grpo import Grpo
+from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.figures import Figures
+from paceline.services.policy_trainer.learn.loading import StartWeights
+from paceline.services.policy_trainer.learn.minibatches import mini_batches
+from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.policy_trainer.learn.parallel import form_mesh, shard
 from paceline.training.process import tensors_from_rank_zero
 from paceline.training.shards import local_of
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
-from policy_trainer.algorithm_settings import CorrectionConfig, OwnConfig
-from policy_trainer.algorithms.base import SessionBatch
-from policy_trainer.algorithms.grpo import Grpo
-from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.figures import Figures
-from policy_trainer.learn.loading import StartWeights
-from policy_trainer.learn.minibatches import mini_batches
-from policy_trainer.learn.model import policy_on_meta
-from policy_trainer.learn.parallel import form_mesh, shard
 
 
 class Rewarded(Grpo):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from paceline.trajectory import BranchKey, DrawSpan, Trajectory
-from policy_trainer.audit import (
+from paceline.services.policy_trainer.audit import (
     BUCKETS,
     LEAST_GAP,
     PER_DECADE,
@@ -20,7 +19,8 @@ from policy_trainer.audit import (
     is_audited,
     judged,
 )
-from policy_trainer.config import AuditConfig
+from paceline.services.policy_trainer.config import AuditConfig
+from paceline.trajectory import BranchKey, DrawSpan, Trajectory
 
 SETTINGS = AuditConfig(least_tokens=200)
 EAGLE, NGRAM = "eagle:3_1_4", "ngram:4_1_5"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from policy_trainer import metrics
-from policy_trainer.messages import BatchFacts, Progress, StepFacts
+from paceline.services.policy_trainer import metrics
+from paceline.services.policy_trainer.messages import BatchFacts, Progress, StepFacts
 
 
 def test_a_step_is_exported_with_all_that_it_measured(metric_reader: InMemoryMetricReader) -> None:

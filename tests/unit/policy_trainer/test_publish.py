@@ -14,8 +14,8 @@ from unit.policy_trainer import publishing_ranks
 from unit.policy_trainer.publishing_ranks import PIECE
 
 from paceline.errors import DataLoss
+from paceline.services.policy_trainer.publish import check_same_model
 from paceline.tensors import NamedTensor
-from policy_trainer.publish import check_same_model
 
 
 @pytest.fixture(scope="module")

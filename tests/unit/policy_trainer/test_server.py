@@ -12,11 +12,10 @@ from paceline.errors import ConfigError, DataLoss, FailedPrecondition, WeightsEr
 from paceline.local.patience import patient
 from paceline.models.config import check_model
 from paceline.ranks.messages import Failed
-from paceline.v1 import policy_pb2 as pb
-from policy_trainer.audit import AuditCell, AuditState, PathVerdict
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.driver import News, PolicyDriver
-from policy_trainer.messages import (
+from paceline.services.policy_trainer.audit import AuditCell, AuditState, PathVerdict
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.driver import News, PolicyDriver
+from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Batched,
     BatchFacts,
@@ -27,12 +26,13 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.server import PolicyServicer, _response, require_fresh
+from paceline.services.policy_trainer.server import PolicyServicer, _response, require_fresh
+from paceline.v1 import policy_pb2 as pb
 
 
 def test_the_parent_imports_no_torch() -> None:
     code = (
-        "import sys, policy_trainer.server; print([m for m in ('torch', 'transformers') if m "
+        "import sys, paceline.services.policy_trainer.server; print([m for m in ('torch', 'transformers') if m "
         "in sys.modules])"
     )
     done = subprocess.run(

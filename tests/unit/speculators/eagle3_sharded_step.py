@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from unit.speculators.eagle3_rows import document, packed, rough_net
 from whole_tensors import whole_of
 
-from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.learn.heads import PolicyHead
-from drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.speculators.eagle3.net import Eagle3Net
 from paceline.speculators.packed import PackedRow
 

@@ -16,12 +16,12 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from paceline.errors import PacelineError
-from rollout_gateway.api.http.keys import gateway_of
-from rollout_gateway.api.http.shapes import SampledBody
-from rollout_gateway.calls.call import Call, Piece, Plan
-from rollout_gateway.calls.planner import Asked
-from rollout_gateway.chat.messages import ChatRequest, Delta, ToolCallDelta
-from rollout_gateway.sessions.session import Caller
+from paceline.services.rollout_gateway.api.http.keys import gateway_of
+from paceline.services.rollout_gateway.api.http.shapes import SampledBody
+from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
+from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Delta, ToolCallDelta
+from paceline.services.rollout_gateway.sessions.session import Caller
 
 Event = dict[str, Any]
 """A server-sent event; its `type`, where it has one, is its name as well."""

@@ -14,13 +14,13 @@ from starlette.types import ASGIApp
 
 from paceline import telemetry
 from paceline.errors import InternalError, NotFound, PacelineError
-from rollout_gateway.api.http import errors, openapi, operators
-from rollout_gateway.api.http.observed import Observed
-from rollout_gateway.api.http.responses.store import PastResponses
-from rollout_gateway.api.http.routes import OPERATIONS
-from rollout_gateway.api.http.same_site import SameSite
-from rollout_gateway.api.http.told import TOLD, Told
-from rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.api.http import errors, openapi, operators
+from paceline.services.rollout_gateway.api.http.observed import Observed
+from paceline.services.rollout_gateway.api.http.responses.store import PastResponses
+from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
+from paceline.services.rollout_gateway.api.http.same_site import SameSite
+from paceline.services.rollout_gateway.api.http.told import TOLD, Told
+from paceline.services.rollout_gateway.gateway import Gateway
 
 log = telemetry.get_logger(__name__)
 

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from paceline.errors import InvalidInput
-from rollout_gateway.api.http.keys import gateway_of
-from rollout_gateway.api.http.shapes import OpenShape
+from paceline.services.rollout_gateway.api.http.keys import gateway_of
+from paceline.services.rollout_gateway.api.http.shapes import OpenShape
 
 MAX_BODY_BYTES = 8 << 20
 LEAST_BODY_BYTES, TOKEN_BYTES = 1 << 20, 64

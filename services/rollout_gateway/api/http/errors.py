@@ -21,7 +21,7 @@ from paceline.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from rollout_gateway.calls.checks import CHECKED_FIELDS
+from paceline.services.rollout_gateway.calls.checks import CHECKED_FIELDS
 
 STATUS = (
     (InvalidInput, 400, "invalid_request_error"),

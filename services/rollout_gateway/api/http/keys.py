@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from paceline.errors import FailedPrecondition, InvalidInput
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.sessions.registry import Ended
-from rollout_gateway.sessions.session import Caller, Session
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.sessions.registry import Ended
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
 
 CURRENT = "current"
 """Stands for the session of the key."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.errors import NotFound
-from rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.gateway import Gateway
 
 ANY = "*"
 """Among the names of the configuration: every name is the model's."""

@@ -9,8 +9,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.services.rollout_gateway import metrics
 from paceline.telemetry import extract, names, span
-from rollout_gateway import metrics
 
 
 class Observed:

@@ -13,8 +13,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_gateway.api.http.openapi_answers import ANSWERS, EVENT, TEXT, Schema
-from rollout_gateway.api.http.routes import OPERATIONS, Operation
+from paceline.services.rollout_gateway.api.http.openapi_answers import ANSWERS, EVENT, TEXT, Schema
+from paceline.services.rollout_gateway.api.http.routes import OPERATIONS, Operation
 
 READ = (400, 401, 403, 404, 409)
 """Errors of any operation that needs a key."""

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline import telemetry
-from rollout_gateway.api.http.keys import caller_of, gateway_of, require_token
-from rollout_gateway.api.http.model_names import check_model, model_names
+from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of, require_token
+from paceline.services.rollout_gateway.api.http.model_names import check_model, model_names
 
 SCRAPE_DEADLINE_S = 5.0
 """A worker that answers later shows what it said last; Prometheus itself waits 10 s by default."""

@@ -10,23 +10,26 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollout_gateway.api.http import operators, sessions
-from rollout_gateway.api.http.anthropic.answers import AnthropicAnswers
-from rollout_gateway.api.http.anthropic.counting import count_tokens
-from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
-from rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswers
-from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
-from rollout_gateway.api.http.openai.tokens import (
+from paceline.services.rollout_gateway.api.http import operators, sessions
+from paceline.services.rollout_gateway.api.http.anthropic.answers import AnthropicAnswers
+from paceline.services.rollout_gateway.api.http.anthropic.counting import count_tokens
+from paceline.services.rollout_gateway.api.http.anthropic.schema import (
+    ConversationBody,
+    MessagesBody,
+)
+from paceline.services.rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswers
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.api.http.openai.tokens import (
     DetokenizeBody,
     TokenizeBody,
     detokenize,
     tokenize,
 )
-from rollout_gateway.api.http.openapi_answers import FORM, Schema
-from rollout_gateway.api.http.responses import store
-from rollout_gateway.api.http.responses.answers import ResponsesAnswers
-from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.api.http.streaming import Handler, generating
+from paceline.services.rollout_gateway.api.http.openapi_answers import FORM, Schema
+from paceline.services.rollout_gateway.api.http.responses import store
+from paceline.services.rollout_gateway.api.http.responses.answers import ResponsesAnswers
+from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.streaming import Handler, generating
 
 
 @dataclass(frozen=True, slots=True)

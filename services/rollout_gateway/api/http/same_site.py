@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.errors import InvalidInput
 from paceline.rpc import names_loopback
-from rollout_gateway.api.http import errors
+from paceline.services.rollout_gateway.api.http import errors
 
 
 class SameSite:

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.errors import NotFound
-from rollout_gateway.api.http import bodies
-from rollout_gateway.api.http.keys import (
+from paceline.services.rollout_gateway.api.http import bodies
+from paceline.services.rollout_gateway.api.http.keys import (
     caller_of,
     exportable_session_of,
     gateway_of,
@@ -19,15 +19,15 @@ from rollout_gateway.api.http.keys import (
     require_token,
     session_of,
 )
-from rollout_gateway.api.http.shapes import StrictShape
-from rollout_gateway.api.http.streaming import unless_gone
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.sessions.assignment import Assignment, FailReason
-from rollout_gateway.sessions.registry import Ended
-from rollout_gateway.sessions.session import Grant, Session
-from rollout_gateway.sessions.view import samples_json, session_json, tree_json
+from paceline.services.rollout_gateway.api.http.shapes import StrictShape
+from paceline.services.rollout_gateway.api.http.streaming import unless_gone
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.sessions.assignment import Assignment, FailReason
+from paceline.services.rollout_gateway.sessions.registry import Ended
+from paceline.services.rollout_gateway.sessions.session import Grant, Session
+from paceline.services.rollout_gateway.sessions.view import samples_json, session_json, tree_json
 
 MAX_WAIT_S = 60.0
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^/\x00-\x1f]*$")]

@@ -24,9 +24,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from paceline.services.rollout_gateway.api.http.beyond import NOTHING, Beyond
+from paceline.services.rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.api.http.beyond import NOTHING, Beyond
-from rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 
 _STRUCTURED = {"json_schema", "regex", "choice", "grammar", "tool_grammar", "free_until"}
 _SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "prompt_logprobs"} | _STRUCTURED

@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.errors import InternalError, PacelineError, Unavailable
-from rollout_gateway.api.http import bodies
-from rollout_gateway.api.http.answers import Answers, B, Event
-from rollout_gateway.api.http.keys import caller_of, gateway_of
-from rollout_gateway.api.http.model_names import check_model
-from rollout_gateway.calls.call import Call, Piece
+from paceline.services.rollout_gateway.api.http import bodies
+from paceline.services.rollout_gateway.api.http.answers import Answers, B, Event
+from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
+from paceline.services.rollout_gateway.api.http.model_names import check_model
+from paceline.services.rollout_gateway.calls.call import Call, Piece
 
 STREAM_QUEUE = 64
 """Pieces of one answer that wait for a slow client; more wait merged inside their generation."""

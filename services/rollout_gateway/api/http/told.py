@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_gateway.api.http.beyond import IGNORED_HEADER
+from paceline.services.rollout_gateway.api.http.beyond import IGNORED_HEADER
 
 OVERRIDDEN_HEADER = "x-paceline-overridden"
 TOLD = {IGNORED_HEADER: "ignored", OVERRIDDEN_HEADER: "overridden"}

@@ -20,11 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.services.rollout_gateway.bandits.base import RowFacts
+from paceline.services.rollout_gateway.bandits.cost_model.positions import DraftSpan, lay_out
+from paceline.services.rollout_gateway.bandits.cost_model.rows import (
+    Counts,
+    Flags,
+    Floats,
+    RowAcceptance,
+)
+from paceline.services.rollout_gateway.bandits.evidence import AcceptanceEvidence
 from paceline.speculators.shift import AcceptanceShift
-from rollout_gateway.bandits.base import RowFacts
-from rollout_gateway.bandits.cost_model.positions import DraftSpan, lay_out
-from rollout_gateway.bandits.cost_model.rows import Counts, Flags, Floats, RowAcceptance
-from rollout_gateway.bandits.evidence import AcceptanceEvidence
 
 FIRST_CHANCE = 0.6  # of the first draft of a drafter that nothing is known of
 GUESS_STRENGTH = 1.0  # trials that the position before is worth

@@ -30,9 +30,7 @@ from collections.abc import Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
-from paceline.speculators.shift import AcceptanceShift
-from paceline.trajectory import Target
-from rollout_gateway.bandits.base import (
+from paceline.services.rollout_gateway.bandits.base import (
     ArmChoice,
     BanditSettings,
     CostSample,
@@ -41,11 +39,13 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.bandits.cost_model.acceptance import GroupAcceptance
-from rollout_gateway.bandits.cost_model.costs import CostTable
-from rollout_gateway.bandits.cost_model.lengths import ResponseLengths
-from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.bandits.window import WindowedBandit
+from paceline.services.rollout_gateway.bandits.cost_model.acceptance import GroupAcceptance
+from paceline.services.rollout_gateway.bandits.cost_model.costs import CostTable
+from paceline.services.rollout_gateway.bandits.cost_model.lengths import ResponseLengths
+from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.services.rollout_gateway.bandits.window import WindowedBandit
+from paceline.speculators.shift import AcceptanceShift
+from paceline.trajectory import Target
 
 LAST_POWER = 4.0
 RETEST_SHARE = 0.2

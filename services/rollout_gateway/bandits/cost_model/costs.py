@@ -26,9 +26,14 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.arm_names import speculator_of
-from rollout_gateway.bandits.base import CostSample
-from rollout_gateway.bandits.cost_model.pace import CLIP, BatchSlope, MachinePace, Measured
-from rollout_gateway.bandits.evidence import CostEvidence
+from paceline.services.rollout_gateway.bandits.base import CostSample
+from paceline.services.rollout_gateway.bandits.cost_model.pace import (
+    CLIP,
+    BatchSlope,
+    MachinePace,
+    Measured,
+)
+from paceline.services.rollout_gateway.bandits.evidence import CostEvidence
 
 MOST_ROUNDS = 32.0  # a factor is the mean of about so many rounds
 STALE_CLIP = 1.0  # the same when less than a round is known

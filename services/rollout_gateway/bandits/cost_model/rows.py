@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rollout_gateway.bandits.base import RowFacts
-from rollout_gateway.bandits.cost_model.positions import DraftSpan
+from paceline.services.rollout_gateway.bandits.base import RowFacts
+from paceline.services.rollout_gateway.bandits.cost_model.positions import DraftSpan
 
 ROW_STRENGTH = 12.0  # trials that the group is worth to a request
 ROW_KEEP = 1.0 - 1.0 / 64  # of a request's evidence, per round of it

@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.errors import NotFound
-from rollout_gateway.chat.tool_formats.base import IdSource, Offered, SpelledCall, ToolFormat
-from rollout_gateway.chat.tool_formats.constrained import ToolGrammar, offered
-from rollout_gateway.chat.tool_formats.deepseek_v3 import DeepSeekV3
-from rollout_gateway.chat.tool_formats.glm45 import Glm45
-from rollout_gateway.chat.tool_formats.growing import BLANK, Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.harmony import Harmony
-from rollout_gateway.chat.tool_formats.hermes import Hermes
-from rollout_gateway.chat.tool_formats.kimi_k2 import KimiK2
-from rollout_gateway.chat.tool_formats.lark import Vocabulary
-from rollout_gateway.chat.tool_formats.llama3_json import Llama3Json
-from rollout_gateway.chat.tool_formats.mistral import Mistral
-from rollout_gateway.chat.tool_formats.qwen3_coder import Qwen3Coder
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
+    IdSource,
+    Offered,
+    SpelledCall,
+    ToolFormat,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.constrained import ToolGrammar, offered
+from paceline.services.rollout_gateway.chat.tool_formats.deepseek_v3 import DeepSeekV3
+from paceline.services.rollout_gateway.chat.tool_formats.glm45 import Glm45
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    BLANK,
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.harmony import Harmony
+from paceline.services.rollout_gateway.chat.tool_formats.hermes import Hermes
+from paceline.services.rollout_gateway.chat.tool_formats.kimi_k2 import KimiK2
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Vocabulary
+from paceline.services.rollout_gateway.chat.tool_formats.llama3_json import Llama3Json
+from paceline.services.rollout_gateway.chat.tool_formats.mistral import Mistral
+from paceline.services.rollout_gateway.chat.tool_formats.qwen3_coder import Qwen3Coder
 
 TOOL_FORMATS: dict[str, Callable[[str], ToolFormat]] = {
     "hermes": lambda template_source: Hermes(),

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
-from rollout_gateway.chat.tool_formats.lark import Lark, Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 IdSource = Callable[[int], str]
 """That many hexadecimal digits, different ones with every call."""

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import InternalError, InvalidInput
-from rollout_gateway.chat.tool_formats.base import NAME, Offered, Piece, ToolFormat
-from rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
+    NAME,
+    Offered,
+    Piece,
+    ToolFormat,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
 
 MORE_CALLS = 15
 """Calls behind the first one in a response at most."""

@@ -4,7 +4,7 @@ Markdown, or since V3.1 as they are.
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     NAME,
     CallFrame,
     Offered,
@@ -13,9 +13,13 @@ from rollout_gateway.chat.tool_formats.base import (
     ToolFormat,
     framed_calls,
 )
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import json_value
-from rollout_gateway.chat.tool_formats.lark import Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _ONE, _ONE_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

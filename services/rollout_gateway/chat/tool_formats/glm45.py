@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     NAME,
     Offered,
     Piece,
     SpelledCall,
     ToolFormat,
 )
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.lark import Rules
-from rollout_gateway.chat.tool_formats.typed_text import Parameters, Tags
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
+from paceline.services.rollout_gateway.chat.tool_formats.typed_text import Parameters, Tags
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     CallFrame,
     Calls,
     Offered,
@@ -19,9 +19,13 @@ from rollout_gateway.chat.tool_formats.base import (
     SpelledCall,
     ToolFormat,
 )
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import json_value
-from rollout_gateway.chat.tool_formats.lark import Lark, Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN, _CALL, _END, _RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"

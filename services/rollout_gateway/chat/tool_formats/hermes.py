@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     Offered,
     Piece,
     SpelledCall,
@@ -12,9 +12,9 @@ from rollout_gateway.chat.tool_formats.base import (
     call_beginning,
     call_pieces,
 )
-from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import call_object
-from rollout_gateway.chat.tool_formats.lark import Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import call_object
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 

@@ -10,8 +10,12 @@ import json
 import re
 from collections.abc import Sequence
 
-from rollout_gateway.chat.tool_formats.base import SpelledCall
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
 
 DEEPEST = 100
 """Objects and arrays inside each other at most: what reads the arguments later (clients, templates)

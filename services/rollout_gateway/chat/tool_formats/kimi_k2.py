@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     NAME,
     CallFrame,
     Offered,
@@ -15,9 +15,13 @@ from rollout_gateway.chat.tool_formats.base import (
     ToolFormat,
     framed_calls,
 )
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import json_value
-from rollout_gateway.chat.tool_formats.lark import Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _ALL, _ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _ONE, _ONE_END = "<|tool_call_begin|>", "<|tool_call_end|>"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout_gateway.engines.requests.json_schema import FORM
+from paceline.services.rollout_gateway.engines.requests.json_schema import FORM
 
 _JSON_WORDS = re.compile(r'"[^"]*"|[{}:,\[\]]| +|[^"{}:,\[\] ]+|"')
 """Text in the words of JSON: where an object may be a call or an answer, words of both have to end

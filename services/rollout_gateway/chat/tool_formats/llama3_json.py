@@ -4,7 +4,7 @@ semicolons between.
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     CallFrame,
     Calls,
     Offered,
@@ -14,9 +14,9 @@ from rollout_gateway.chat.tool_formats.base import (
     call_beginning,
     call_pieces,
 )
-from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import call_object
-from rollout_gateway.chat.tool_formats.lark import Lark, Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import call_object
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _TAG = "<|python_tag|>"
 _NO_BRACE = r"[ \t\r\n]*[^{ \t\r\n](?s:.*)"

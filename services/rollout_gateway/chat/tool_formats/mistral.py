@@ -4,7 +4,7 @@ each call.
 
 from __future__ import annotations
 
-from rollout_gateway.chat.tool_formats.base import (
+from paceline.services.rollout_gateway.chat.tool_formats.base import (
     NAME,
     CallFrame,
     IdSource,
@@ -15,9 +15,13 @@ from rollout_gateway.chat.tool_formats.base import (
     call_beginning,
     call_pieces,
 )
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import call_object, json_value
-from rollout_gateway.chat.tool_formats.lark import Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import call_object, json_value
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 

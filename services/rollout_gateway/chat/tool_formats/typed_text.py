@@ -13,9 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidInput
-from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import json_value
-from rollout_gateway.chat.tool_formats.lark import ANY_TEXT, Lark, Rules
+from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    Deviation,
+    GrowingText,
+    Reading,
+)
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.lark import ANY_TEXT, Lark, Rules
 
 _KINDS: dict[type, str] = {
     str: "string",

@@ -13,24 +13,29 @@ from paceline.models.compiled import compiled_finish
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import DTYPES, build_weights, read_tensors
+from paceline.services.rollout_gateway.bandits import COST_MODEL
+from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.embedded.capture import Capture
+from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
+from paceline.services.rollout_gateway.engines.embedded.kinds import (
+    Kinds,
+    engine_arms,
+    engine_kinds,
+    slack,
+)
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
+from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
+from paceline.services.rollout_gateway.engines.embedded.profile import profile
+from paceline.services.rollout_gateway.engines.embedded.rows import row_layout
+from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
+from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights, PolicyLoaders
+from paceline.services.rollout_gateway.engines.requests.admission import Admission
+from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
-from rollout_gateway.bandits import COST_MODEL
-from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded.capture import Capture
-from rollout_gateway.engines.embedded.drafters import Drafters
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.grammars import Grammars
-from rollout_gateway.engines.embedded.kinds import Kinds, engine_arms, engine_kinds, slack
-from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from rollout_gateway.engines.embedded.profile import profile
-from rollout_gateway.engines.embedded.rows import row_layout
-from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.embedded.speculative import Speculation
-from rollout_gateway.engines.embedded.weights import EngineWeights, PolicyLoaders
-from rollout_gateway.engines.requests.admission import Admission
-from rollout_gateway.engines.requests.device_peak import square_product_tflops
 
 
 def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:

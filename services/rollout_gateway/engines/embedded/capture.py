@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.models.loading import DTYPES
-from rollout_gateway.engines.base import RowSink
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.base import RowSink
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)

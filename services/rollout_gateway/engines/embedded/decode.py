@@ -18,20 +18,24 @@ from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
-from rollout_gateway.engines.embedded.capture import Capture, CapturedRows, sequence_rows
-from rollout_gateway.engines.embedded.grammars import Grammars
-from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.embedded.rejected import rejected_drafts
-from rollout_gateway.engines.embedded.sampled import verify_drawn
-from rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
-from rollout_gateway.engines.embedded.stopwatch import Stopwatch
-from rollout_gateway.engines.embedded.verify import Verdict, verify
-from rollout_gateway.engines.embedded.weights import EngineWeights
-from rollout_gateway.engines.nouns import RoundSplit
-from rollout_gateway.engines.requests.draws import DrawTable
-from rollout_gateway.engines.requests.penalties import Penalties
-from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.services.rollout_gateway.engines.embedded.capture import (
+    Capture,
+    CapturedRows,
+    sequence_rows,
+)
+from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.embedded.rejected import rejected_drafts
+from paceline.services.rollout_gateway.engines.embedded.sampled import verify_drawn
+from paceline.services.rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
+from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
+from paceline.services.rollout_gateway.engines.embedded.verify import Verdict, verify
+from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
+from paceline.services.rollout_gateway.engines.nouns import RoundSplit
+from paceline.services.rollout_gateway.engines.requests.draws import DrawTable
+from paceline.services.rollout_gateway.engines.requests.penalties import Penalties
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import torch
 
-from paceline.trajectory import SpeculationStats, Target, VersionSet
-from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.embedded.capture import Capture
-from rollout_gateway.engines.embedded.decode import Decoder
-from rollout_gateway.engines.embedded.grammars import Grammars
-from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.prefill import Prefill
-from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.embedded.speculative import Speculation
-from rollout_gateway.engines.embedded.stopwatch import Stopwatch, compute_stopwatch
-from rollout_gateway.engines.embedded.weights import EngineWeights
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.services.rollout_gateway.engines.embedded.capture import Capture
+from paceline.services.rollout_gateway.engines.embedded.decode import Decoder
+from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
+from paceline.services.rollout_gateway.engines.embedded.prefill import Prefill
+from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
+from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
+from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
+from paceline.services.rollout_gateway.engines.embedded.stopwatch import (
+    Stopwatch,
+    compute_stopwatch,
+)
+from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -35,14 +37,18 @@ from rollout_gateway.engines.nouns import (
     RowLayout,
     Withheld,
 )
-from rollout_gateway.engines.requests.admission import Admission, check_capabilities
-from rollout_gateway.engines.requests.memory import (
+from paceline.services.rollout_gateway.engines.requests.admission import (
+    Admission,
+    check_capabilities,
+)
+from paceline.services.rollout_gateway.engines.requests.memory import (
     EngineMemory,
     MemoryPart,
     check_held,
     check_idle,
 )
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.trajectory import SpeculationStats, Target, VersionSet
 
 
 class EmbeddedEngine:

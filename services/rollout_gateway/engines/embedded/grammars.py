@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.nouns import Finish
-from rollout_gateway.engines.requests.grammars import Allowed, GrammarMasks, forbid_
-from rollout_gateway.engines.requests.json_schema import GrammarFault
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.nouns import Finish
+from paceline.services.rollout_gateway.engines.requests.grammars import (
+    Allowed,
+    GrammarMasks,
+    forbid_,
+)
+from paceline.services.rollout_gateway.engines.requests.json_schema import GrammarFault
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 class Grammars(GrammarMasks):

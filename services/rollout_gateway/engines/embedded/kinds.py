@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
 from paceline.errors import ConfigError, InvalidInput
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.kinds import (
     SPECULATORS,
     SpeculatorKind,
@@ -19,7 +20,6 @@ from paceline.speculators.kinds import (
     kind_of_checkpoint,
 )
 from paceline.speculators.loading import net_of
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 LARGEST = TreeSize(steps=15, topk=16, draft_tokens=64)
 """Of each number of an arm the most."""

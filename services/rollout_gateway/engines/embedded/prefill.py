@@ -14,13 +14,13 @@ from torch import Tensor
 
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import forward_hidden, make_block
-from rollout_gateway.engines.embedded.capture import Capture, sequence_rows
-from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from rollout_gateway.engines.embedded.prompt_scores import score_prompt
-from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.embedded.weights import EngineWeights
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.embedded.capture import Capture, sequence_rows
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
+from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
+from paceline.services.rollout_gateway.engines.embedded.prompt_scores import score_prompt
+from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
+from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 def leaders_of(

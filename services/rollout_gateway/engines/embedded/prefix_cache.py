@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from rollout_gateway.engines.embedded.stopwatch import Stopwatch
-from rollout_gateway.engines.nouns import PrefixStats
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
+from paceline.services.rollout_gateway.engines.nouns import PrefixStats
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 if TYPE_CHECKING:
-    from rollout_gateway.engines.embedded.kv_cache import SlotStore
+    from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 
 BLOCK = 16
 MIN_PREFIX = BLOCK

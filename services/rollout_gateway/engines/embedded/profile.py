@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rollout_gateway.bandits.base import CostSample
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.stopwatch import compute_stopwatch
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.bandits.base import CostSample
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.stopwatch import compute_stopwatch
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 SIZES = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = 8

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.models.decoder import DecoderWeights, head_logits
 from paceline.models.sampling import behavior_logprobs, top_alternatives
-from rollout_gateway.engines.nouns import PromptScore
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.nouns import PromptScore
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 SCORED_ROWS = 128
 """Rows of logits at a time: of a long prompt they would be larger than the model."""

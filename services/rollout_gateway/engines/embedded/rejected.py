@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.embedded.verify import Verdict
-from rollout_gateway.engines.requests.tree_paths import reachable
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.embedded.verify import Verdict
+from paceline.services.rollout_gateway.engines.requests.tree_paths import reachable
 
 REJECTED_PER_ROUND = 4
 """Rows of rejected drafts per request and round at most; first levels first: a draft stands with

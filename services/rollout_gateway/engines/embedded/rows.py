@@ -13,13 +13,13 @@ from paceline.arm_names import OFF
 from paceline.errors import ConfigError
 from paceline.models.config import read_config_json
 from paceline.models.inner_layers import check_inner_layers
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.speculators.kinds import (
     SPECULATORS,
     drafter_directory,
     find_kind,
     kind_of_checkpoint,
 )
-from rollout_gateway.engines.nouns import RowLayout
 
 
 def layout_of_settings(settings: dict[str, Any]) -> RowLayout:

@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.models.sampling import DrawParams
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.embedded.rejection import (
+    sample_drafts,
+    verify_sampled,
+)
+from paceline.services.rollout_gateway.engines.embedded.verify import Verdict
 from paceline.speculators.base import Drafts
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.embedded.rejection import sample_drafts, verify_sampled
-from rollout_gateway.engines.embedded.verify import Verdict
 
 
 class ChainSampler:

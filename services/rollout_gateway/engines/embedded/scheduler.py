@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import Config
-from rollout_gateway.engines.settings import ModelSpec
+from paceline.services.rollout_gateway.engines.settings import ModelSpec
 
 
 class EmbeddedConfig(Config):

@@ -16,21 +16,21 @@ from paceline.arm_names import OFF, ArmName
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
+from paceline.services.rollout_gateway.bandits import build_bandit
+from paceline.services.rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
+from paceline.services.rollout_gateway.engines.embedded.budget import Budget
+from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
+from paceline.services.rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.stopwatch import Stopwatch
+from paceline.services.rollout_gateway.engines.embedded.verify import Verdict
+from paceline.services.rollout_gateway.engines.requests.arms import check_arm, situation_of
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
-from rollout_gateway.engines.embedded.budget import Budget
-from rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
-from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
-from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.embedded.stopwatch import Stopwatch
-from rollout_gateway.engines.embedded.verify import Verdict
-from rollout_gateway.engines.requests.arms import check_arm, situation_of
-from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)

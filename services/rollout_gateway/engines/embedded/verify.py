@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from paceline.models.sampling import DrawParams, draw
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.requests.tree_paths import follow
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.requests.tree_paths import follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.models.decoder import DecoderWeights
+from paceline.services.rollout_gateway.engines.embedded.drafters import DrafterVersion
+from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
+from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
 from paceline.trajectory import Target, VersionSet
-from rollout_gateway.engines.embedded.drafters import DrafterVersion
-from rollout_gateway.engines.embedded.speculative import Speculation
-from rollout_gateway.engines.requests.versions import PreparedVersions
 
 
 @dataclass(frozen=True, slots=True)

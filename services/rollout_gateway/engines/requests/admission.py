@@ -9,10 +9,14 @@ from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.nouns import Capability, Request, missing
-from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
-from rollout_gateway.engines.requests.structures import beyond_json
-from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
+from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence, StopText
+from paceline.services.rollout_gateway.engines.requests.structures import beyond_json
+from paceline.services.rollout_gateway.engines.sampling import (
+    Sampling,
+    check_prompt,
+    check_sampling,
+)
 
 
 def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:

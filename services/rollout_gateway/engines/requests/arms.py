@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from paceline.errors import InvalidInput
-from rollout_gateway.bandits.base import RowFacts, Situation
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.bandits.base import RowFacts, Situation
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 def check_arm(name: str, arms: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from paceline.models.sampling import DrawParams
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 
 class DrawTable:

@@ -19,7 +19,11 @@ from pathlib import Path
 
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment, die_with_parent
-from rollout_gateway.engines.requests.json_schema import GrammarFault, build_matcher, load_tokenizer
+from paceline.services.rollout_gateway.engines.requests.json_schema import (
+    GrammarFault,
+    build_matcher,
+    load_tokenizer,
+)
 
 BUILD_DEADLINE_S = 2.0
 """A grammar that takes longer is refused."""
@@ -69,7 +73,7 @@ class GrammarJudge:
             [
                 sys.executable,
                 "-m",
-                "rollout_gateway.engines.requests.grammar_judge",
+                "paceline.services.rollout_gateway.engines.requests.grammar_judge",
                 *self._arguments,
             ],
             stdin=subprocess.PIPE,

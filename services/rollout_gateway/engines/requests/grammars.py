@@ -30,15 +30,19 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.requests.grammar_judge import GrammarJudge
-from rollout_gateway.engines.requests.json_schema import (
+from paceline.services.rollout_gateway.engines.requests.grammar_judge import GrammarJudge
+from paceline.services.rollout_gateway.engines.requests.json_schema import (
     GrammarFault,
     build_matcher,
     load_tokenizer,
 )
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.requests.structures import Structure, structure_grammar, structure_of
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.structures import (
+    Structure,
+    structure_grammar,
+    structure_of,
+)
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

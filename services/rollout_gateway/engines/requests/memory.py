@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.errors import FailedPrecondition
-from rollout_gateway.engines.nouns import MemoryTag
+from paceline.services.rollout_gateway.engines.nouns import MemoryTag
 
 
 class MemoryPart(NamedTuple):

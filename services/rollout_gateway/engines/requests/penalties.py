@@ -20,7 +20,7 @@ from paceline.models.penalties import (
     node_depths,
     penalised,
 )
-from rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(slots=True)

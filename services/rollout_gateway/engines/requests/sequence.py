@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, PromptScore, Request
+from paceline.services.rollout_gateway.engines.requests.stages import Stages
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
-from rollout_gateway.engines.nouns import Chunk, Finish, PromptScore, Request
-from rollout_gateway.engines.requests.stages import Stages
 
 BYTES_PER_CHARACTER = 4
 WINDOW_SLACK = 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rollout_gateway.engines.nouns import StageTime
+from paceline.services.rollout_gateway.engines.nouns import StageTime
 
 QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
 DECODE_STAGES = 12

@@ -12,13 +12,13 @@ import json
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
-from rollout_gateway.engines.requests.json_schema import (
+from paceline.services.rollout_gateway.engines.requests.json_schema import (
     MAX_SCHEMA_BYTES,
     check_json_schema,
     grammar_of,
     refused,
 )
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 FIELDS = {
     "json_schema": "response_format",

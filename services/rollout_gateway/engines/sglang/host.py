@@ -1,4 +1,4 @@
-"""Launches SGLang as an engine: `python -m rollout_gateway.engines.sglang.host`.
+"""Launches SGLang as an engine: `python -m paceline.services.rollout_gateway.engines.sglang.host`.
 
 Builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It
 serves nothing itself: the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It
@@ -24,13 +24,17 @@ from paceline.local.ports import free_ports
 from paceline.local.process_directory import process_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
 from paceline.models.config import read_config_json
+from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.worker.peer import Peer
+from paceline.services.rollout_gateway.engines.worker.process import begin
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
 from paceline.speculators.kinds import SGLANG, SPECULATORS
-from rollout_gateway.engines.sglang.hook_points import RELEASES
-from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker.peer import Peer
-from rollout_gateway.engines.worker.process import begin
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 CPU_KERNELS = Path(__file__).parents[2] / "testing" / "cpu_kernels"
 CONTEXT_MARGIN = 8
@@ -266,7 +270,8 @@ def restarted(spec: SGLangSpec) -> bool:
     seen = any(Path("/dev").glob("nvidia[0-9]*"))
     cuda = spec.device == "cuda" or (spec.device == "auto" and seen)
     values = {**os.environ, **environment(spec, cuda=cuda)}
-    os.execve(sys.executable, [sys.executable, "-m", "rollout_gateway.engines.sglang.host"], values)  # noqa: S606
+    command = [sys.executable, "-m", __spec__.name]
+    os.execve(sys.executable, command, values)  # noqa: S606 - no shell is meant
     return False
 
 

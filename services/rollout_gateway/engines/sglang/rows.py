@@ -11,9 +11,9 @@ from typing import Any
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError
 from paceline.models.config import read_config_json
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.speculators.kinds import SPECULATORS
-from rollout_gateway.engines.nouns import RowLayout
-from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 SHALLOWEST = 7
 """Layers from which on SGLang's own rule, 2, L // 2 and L - 3, ascends; below it config.json must

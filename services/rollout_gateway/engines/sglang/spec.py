@@ -14,8 +14,8 @@ from pydantic import Field
 from paceline.arm_names import OFF
 from paceline.config import Config
 from paceline.errors import ConfigError
+from paceline.services.rollout_gateway.engines.settings import ModelSpec
 from paceline.speculators.kinds import SGLANG, drafter_directory
-from rollout_gateway.engines.settings import ModelSpec
 
 
 class SGLangConfig(Config):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from paceline.errors import InternalError, InvalidInput, PacelineError
 from paceline.messages import from_message, versions_from_proto
+from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.services.rollout_gateway.engines.base import CommandedEngine
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.base import CommandedEngine
-from rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
-from rollout_gateway.engines.worker import wire
 
 Emit = Callable[[Sequence[Chunk]], object]
 """Takes chunks that leave with the next TokensEmitted."""

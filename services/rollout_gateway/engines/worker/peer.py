@@ -8,12 +8,12 @@ from typing import Any
 import zmq
 
 from paceline.errors import PacelineError
+from paceline.services.rollout_gateway.engines.base import CommandedEngine
+from paceline.services.rollout_gateway.engines.nouns import Chunk
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.commands import answer
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.base import CommandedEngine
-from rollout_gateway.engines.nouns import Chunk
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.commands import answer
-from rollout_gateway.engines.worker.ring import RowRing
 
 SEND_DEADLINE_MS = 30_000
 LINGER_MS = 2000

@@ -1,4 +1,4 @@
-"""Serves one engine over one socket: `python -m rollout_gateway.engines.worker.process`.
+"""Serves one engine over one socket; a process of its own.
 
 Commands are taken between rounds; while the engine has work nothing waits, otherwise the process
 sleeps on the socket. At most one TokensEmitted leaves per round.
@@ -17,14 +17,18 @@ from paceline.errors import PacelineError
 from paceline.local.heartbeat import answer_beats
 from paceline.local.processes import die_with_parent
 from paceline.plugins import import_object
+from paceline.services.rollout_gateway.engines import find_engine
+from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.nouns import Finish
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.peer import Peer
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import find_engine
-from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.nouns import Finish
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.peer import Peer
-from rollout_gateway.engines.worker.ring import RowRing
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 PARENT_CHECK_MS = 1000
 FAULTS_UNTIL_BROKEN = 3

@@ -19,7 +19,7 @@ class WorkerSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_index: int
-    kind: str  # see rollout_gateway.engines.find_engine
+    kind: str  # see paceline.services.rollout_gateway.engines.find_engine
     threads: int = 1
     cores: tuple[int, ...] = ()  # empty: not pinned
     ring_path: str = ""  # empty: no capture

@@ -17,10 +17,7 @@ from paceline.messages import (
     to_message,
     versions_to_proto,
 )
-from paceline.trajectory import Span, Target, VersionSet, merged
-from paceline.v1 import engine_pb2 as pb
-from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
     EngineLoad,
@@ -30,7 +27,10 @@ from rollout_gateway.engines.nouns import (
     Request,
     RowLayout,
 )
-from rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
+from paceline.services.rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
+from paceline.trajectory import Span, Target, VersionSet, merged
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
 
 E = TypeVar("E", bound=Enum)
 

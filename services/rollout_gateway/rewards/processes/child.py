@@ -14,7 +14,7 @@ import sys
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
 from paceline.local.process_directory import process_directory
 from paceline.local.processes import child_environment
-from rollout_gateway.rewards.processes import pipes
+from paceline.services.rollout_gateway.rewards.processes import pipes
 
 STOPPED = "the gateway's rewards have stopped"
 REAP_S = 5.0

@@ -1,4 +1,4 @@
-"""Scores by users' own rules: `python -m rollout_gateway.rewards.processes.own_rules`.
+"""Scores by users' own rules, in a process of its own.
 
 One request at a time: Load finds and builds a rule, Score calls it and checks its answer. Imports
 what the rules import and nothing more.
@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plugins import import_object
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.processes.pipes import (
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Answer,
     Done,
     Load,

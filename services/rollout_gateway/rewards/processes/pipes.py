@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from paceline.errors import ConfigError, DataLoss, InvalidInput
 from paceline.local.processes import die_with_parent
+from paceline.services.rollout_gateway.environments.base import Episode
 from paceline.tagged_json import TaggedJson
-from rollout_gateway.environments.base import Episode
 
 MAX_BYTES = 64 << 20
 """Of one message."""

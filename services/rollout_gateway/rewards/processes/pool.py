@@ -9,11 +9,10 @@ import asyncio
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
 from paceline.local.patience import patient
-from paceline.telemetry import get_logger
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.processes.child import ChildPlace, ChildProcess
-from rollout_gateway.rewards.processes.pipes import (
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.base import Unscored
+from paceline.services.rollout_gateway.rewards.processes.child import ChildPlace, ChildProcess
+from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Answer,
     Done,
     Load,
@@ -22,10 +21,11 @@ from rollout_gateway.rewards.processes.pipes import (
     Rewards,
     ScoreEpisodes,
 )
+from paceline.telemetry import get_logger
 
 log = get_logger(__name__)
 
-MODULE = "rollout_gateway.rewards.processes.own_rules"
+MODULE = "paceline.services.rollout_gateway.rewards.processes.own_rules"
 START_S = 60.0
 """Longest start of a child."""
 LOAD_S = 120.0

@@ -1,4 +1,4 @@
-"""Scores texts with a model: `python -m rollout_gateway.rewards.processes.reward_model SETTINGS`.
+"""Scores texts with a model, in a process of its own whose argument is its settings.
 
 A sequence-classification checkpoint. The scalar is its single logit; of two labels that of the one
 called "positive", else that of index 1. Logits are not squashed. Nothing is fetched, no code of the
@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import ConfigError
-from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.processes.pipes import (
+from paceline.services.rollout_gateway.environments.base import Episode
+from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Answer,
     Raised,
     Refused,

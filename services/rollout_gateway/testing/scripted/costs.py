@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.arm_names import OFF
-from rollout_gateway.bandits.base import CostSample
-from rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.bandits.base import CostSample
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 
 
 def round_cost(spec: ScriptedSpec, arm: str, batch: int) -> float:

@@ -18,13 +18,11 @@ import numpy as np
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
-from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
-from paceline.trajectory import SpeculationStats, Target, VersionSet
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import RoundOutcome, Situation
-from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.base import RowSink
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.bandits import build_bandit
+from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
+from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.services.rollout_gateway.engines.base import RowSink
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -38,25 +36,34 @@ from rollout_gateway.engines.nouns import (
     Withheld,
     missing,
 )
-from rollout_gateway.engines.requests.admission import Admission, check_capabilities
-from rollout_gateway.engines.requests.arms import check_arm, situation_of
-from rollout_gateway.engines.requests.memory import (
+from paceline.services.rollout_gateway.engines.requests.admission import (
+    Admission,
+    check_capabilities,
+)
+from paceline.services.rollout_gateway.engines.requests.arms import check_arm, situation_of
+from paceline.services.rollout_gateway.engines.requests.memory import (
     EngineMemory,
     MemoryPart,
     check_held,
     check_idle,
 )
-from rollout_gateway.engines.requests.sequence import DrawnBy
-from rollout_gateway.engines.requests.versions import PreparedVersions
-from rollout_gateway.testing.scripted.costs import cost_samples, drafts_of, round_cost
-from rollout_gateway.testing.scripted.replies import Script
-from rollout_gateway.testing.scripted.request import ScriptedRun
-from rollout_gateway.testing.scripted.script import (
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
+from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
+from paceline.services.rollout_gateway.testing.scripted.costs import (
+    cost_samples,
+    drafts_of,
+    round_cost,
+)
+from paceline.services.rollout_gateway.testing.scripted.replies import Script
+from paceline.services.rollout_gateway.testing.scripted.request import ScriptedRun
+from paceline.services.rollout_gateway.testing.scripted.script import (
     CLOCKS,
     Clock,
     ScriptedSpec,
     scripted_rows,
 )
+from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
+from paceline.trajectory import SpeculationStats, Target, VersionSet
 
 
 class ScriptedEngine:

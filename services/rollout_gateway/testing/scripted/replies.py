@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.testing.scripted.script import Reply, ScriptedSpec, scripted_response
+from paceline.services.rollout_gateway.testing.scripted.script import (
+    Reply,
+    ScriptedSpec,
+    scripted_response,
+)
 
 TOKENS_PER_CHARACTER = 4
 """A character of UTF-8 is at most four byte tokens long; tokenizers with larger tokens need fewer.

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.arm_names import OFF
-from rollout_gateway.engines.nouns import Finish, Request
-from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
-from rollout_gateway.testing.scripted.replies import ScriptedAnswer
-from rollout_gateway.testing.scripted.script import scripted_logprob
+from paceline.services.rollout_gateway.engines.nouns import Finish, Request
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.services.rollout_gateway.testing.scripted.replies import ScriptedAnswer
+from paceline.services.rollout_gateway.testing.scripted.script import scripted_logprob
 
 
 @dataclass(eq=False, slots=True)

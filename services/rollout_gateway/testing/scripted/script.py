@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from paceline.errors import InvalidInput
-from rollout_gateway.engines.settings import BatchSettings, RunValues
+from paceline.services.rollout_gateway.engines.settings import BatchSettings, RunValues
 
 
 class Clock(Protocol):

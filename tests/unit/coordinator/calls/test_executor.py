@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator.calls.executor import CALLS, Executor
-from coordinator.machine import commands
-from coordinator.machine.state import Service
 from paceline.local.patience import patient
+from paceline.services.coordinator.calls.executor import CALLS, Executor
+from paceline.services.coordinator.machine import commands
+from paceline.services.coordinator.machine.state import Service
 
 RUNNERS_OWN = {commands.BeginStep, commands.CloseStep, commands.FinishRun, commands.Refuse}
 

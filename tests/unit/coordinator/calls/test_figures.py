@@ -7,15 +7,15 @@ import json
 
 import pytest
 
-from coordinator.calls.drafter_trainer import gate_figures
-from coordinator.calls.figures import (
+from paceline.services.coordinator.calls.drafter_trainer import gate_figures
+from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     pulls,
     quantile,
     rollout_figures,
     round_costs,
 )
-from coordinator.machine.events import GateDecided
+from paceline.services.coordinator.machine.events import GateDecided
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.drafter_pb2 import Contender, GateDecision
 from paceline.v1.engine_pb2 import ArmStats

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.calls.base import Calls, Reported
-from coordinator.calls.peers import Peers
-from coordinator.calls.recovery import await_service
-from coordinator.config import CoordinatorConfig
-from coordinator.machine import commands, events
-from coordinator.machine.events import Event
-from coordinator.machine.state import Service
 from paceline.errors import PacelineError, ResourceExhausted
 from paceline.local.news import VARIABLE, news_pipe
+from paceline.services.coordinator.calls.base import Calls, Reported
+from paceline.services.coordinator.calls.peers import Peers
+from paceline.services.coordinator.calls.recovery import await_service
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import Service
 from paceline.streams.connection import REDIS_FULL
 from paceline.whole_files import DISK_FULL
 

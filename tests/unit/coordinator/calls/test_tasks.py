@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.calls.tasks import TaskSource
-from coordinator.config import CoordinatorConfig
-from coordinator.machine.state import Evaluation
 from paceline.errors import ConfigError
+from paceline.services.coordinator.calls.tasks import TaskSource
+from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.services.coordinator.machine.state import Evaluation
 from paceline.tasks import Task, write_tasks
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN
 

@@ -10,14 +10,14 @@ import pytest
 import redis.asyncio
 
 from benchmarks.growth_coordinator import JournaledRun
-from coordinator.journal.entry import EntryBody, JournalEntry
-from coordinator.journal.journal import Journal
-from coordinator.journal.records import Carried
-from coordinator.journal.snapshot import Snapshot
-from coordinator.machine import events
-from coordinator.machine.state import State
 from paceline.errors import DataLoss, FailedPrecondition
 from paceline.report.journal import copy_journal, read_history
+from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.records import Carried
+from paceline.services.coordinator.journal.snapshot import Snapshot
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.state import State
 from paceline.streams import run_key
 from paceline.streams.journal_line import unpack_entry
 from paceline.streams.journal_pages import journal_lines

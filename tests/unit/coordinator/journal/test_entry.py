@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.journal.entry import EntryBody, JournalEntry
-from coordinator.machine import events
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Service
-from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
+from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Service
+from paceline.services.coordinator.machine.step import EVENTS
 from paceline.streams.journal_line import pack_entry, unpack_entry
 from paceline.v1.coordinator_pb2 import StepRecord
 

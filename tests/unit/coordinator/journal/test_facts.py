@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from coordinator.journal.entry import changed_slots
-from coordinator.journal.facts import all_slots, fact_of
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import Service, State
-from coordinator.machine.step import step
+from paceline.services.coordinator.journal.entry import changed_slots
+from paceline.services.coordinator.journal.facts import all_slots, fact_of
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import Service, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 from paceline.v1 import coordinator_pb2 as pb
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.journal.groups import FIGURE, ClosedGroups, KnownGroup
-from coordinator.machine import events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import Portion, State
-from coordinator.machine.step import step
 from paceline.errors import InternalError
+from paceline.services.coordinator.journal.groups import FIGURE, ClosedGroups, KnownGroup
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import Portion, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 
 WHOLE = [Portion(0)]

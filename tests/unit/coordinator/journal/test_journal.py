@@ -8,10 +8,10 @@ import pytest
 import redis.asyncio
 from redis_servers import foreign_redis
 
-from coordinator.journal.entry import EntryBody, JournalEntry
-from coordinator.journal.journal import Journal
-from coordinator.machine import events
 from paceline.errors import FailedPrecondition, InvalidInput, ResourceExhausted
+from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.machine import events
 from paceline.streams import connect, run_key
 
 

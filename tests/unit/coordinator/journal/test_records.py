@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.journal.records import PAGE, StepRecords
-from coordinator.machine import events
-from coordinator.machine.settings import Placement, RunSettings, Schedule
-from coordinator.machine.state import State
-from coordinator.machine.step import step
+from paceline.services.coordinator.journal.records import PAGE, StepRecords
+from paceline.services.coordinator.machine import events
+from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import StepRecord
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.machine import commands, events
-from coordinator.machine.settings import CommitMode, RunSettings
-from coordinator.machine.state import Phase, State
-from coordinator.machine.step import step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.settings import CommitMode, RunSettings
+from paceline.services.coordinator.machine.state import Phase, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import SWAPPED_PATH, VersionSet
 
 SETTINGS = RunSettings(workers=1, total_steps=2, drafter_enabled=False)

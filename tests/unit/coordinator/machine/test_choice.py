@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.machine import commands, events
-from coordinator.machine.choice import objection
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.state import LearnerTrack, Phase, State
-from coordinator.machine.step import step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.choice import objection
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.state import LearnerTrack, Phase, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 
 SETTINGS = RunSettings(workers=1, total_steps=9)

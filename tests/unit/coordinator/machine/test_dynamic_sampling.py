@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.machine import commands, events
-from coordinator.machine.events import Event
-from coordinator.machine.settings import Placement, RunSettings, Schedule
-from coordinator.machine.state import MachineError, Phase, Portion, State
-from coordinator.machine.step import step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
+from paceline.services.coordinator.machine.state import MachineError, Phase, Portion, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 
 TWO_ROUNDS = RunSettings(

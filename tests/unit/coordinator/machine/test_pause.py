@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.machine import commands, events
-from coordinator.machine.choice import objection
-from coordinator.machine.commands import Command
-from coordinator.machine.settings import Placement, RunSettings, Schedule
-from coordinator.machine.slots import Holder
-from coordinator.machine.state import Evaluation, Phase, Service, State
-from coordinator.machine.step import step
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.choice import objection
+from paceline.services.coordinator.machine.commands import Command
+from paceline.services.coordinator.machine.settings import Placement, RunSettings, Schedule
+from paceline.services.coordinator.machine.slots import Holder
+from paceline.services.coordinator.machine.state import Evaluation, Phase, Service, State
+from paceline.services.coordinator.machine.step import step
 from paceline.trajectory import VersionSet
 
 TWO = RunSettings(workers=2, total_steps=3, training_interval_steps=1)

@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.machine.schedule import next_batch
-from coordinator.machine.settings import RunSettings, Schedule
-from coordinator.machine.state import DrawnStep, LearnerTrack, Phase, Portion, RolloutTrack, State
+from paceline.services.coordinator.machine.schedule import next_batch
+from paceline.services.coordinator.machine.settings import RunSettings, Schedule
+from paceline.services.coordinator.machine.state import (
+    DrawnStep,
+    LearnerTrack,
+    Phase,
+    Portion,
+    RolloutTrack,
+    State,
+)
 
 ASYNC = RunSettings(
     schedule=Schedule.FULLY_ASYNC, max_policy_lag=1, groups_per_step=2, total_steps=9

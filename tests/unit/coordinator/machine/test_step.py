@@ -8,12 +8,12 @@ from itertools import product
 
 import pytest
 
-from coordinator.machine import commands, events
-from coordinator.machine.decision import Decision
-from coordinator.machine.drafter import FROZEN, captured
-from coordinator.machine.moves import free_slots, lease_slots, move_workers
-from coordinator.machine.settings import RunSettings
-from coordinator.machine.slots import (
+from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.decision import Decision
+from paceline.services.coordinator.machine.drafter import FROZEN, captured
+from paceline.services.coordinator.machine.moves import free_slots, lease_slots, move_workers
+from paceline.services.coordinator.machine.settings import RunSettings
+from paceline.services.coordinator.machine.slots import (
     WORKER_TRANSITIONS,
     Cause,
     Holder,
@@ -22,7 +22,7 @@ from coordinator.machine.slots import (
     slot_row,
     worker_row,
 )
-from coordinator.machine.state import (
+from paceline.services.coordinator.machine.state import (
     Evaluation,
     LearnerTrack,
     MachineError,
@@ -32,7 +32,7 @@ from coordinator.machine.state import (
     Service,
     State,
 )
-from coordinator.machine.step import EVENTS, PHASES, step
+from paceline.services.coordinator.machine.step import EVENTS, PHASES, step
 from paceline.trajectory import VersionSet
 
 WORKER_TABLE = {

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from drafter_trainer.config import GateConfig
-from drafter_trainer.gate.comparison import Chain, MeasuredCosts, SizeGroup, judge
-from drafter_trainer.messages import RoundCosts
+from paceline.services.drafter_trainer.config import GateConfig
+from paceline.services.drafter_trainer.gate.comparison import Chain, MeasuredCosts, SizeGroup, judge
+from paceline.services.drafter_trainer.messages import RoundCosts
 from paceline.speculators.shift import conditional
 
 FREE = dict.fromkeys(range(1, 6), 1.0)

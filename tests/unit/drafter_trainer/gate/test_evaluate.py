@@ -10,8 +10,8 @@ import pytest
 import torch
 from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
 
-from drafter_trainer.config import GateConfig
-from drafter_trainer.gate.evaluate import (
+from paceline.services.drafter_trainer.config import GateConfig
+from paceline.services.drafter_trainer.gate.evaluate import (
     BUCKETS,
     PIECE_POSITIONS,
     PROMPT_END,
@@ -20,9 +20,9 @@ from drafter_trainer.gate.evaluate import (
     chain_survival,
     position_buckets,
 )
-from drafter_trainer.learn.heads import PolicyHead
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.sample import FeatureSample
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.packed import PackedRow
 

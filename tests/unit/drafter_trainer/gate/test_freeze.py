@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from drafter_trainer.gate.comparison import Judgement
-from drafter_trainer.gate.freeze import Freeze
+from paceline.services.drafter_trainer.gate.comparison import Judgement
+from paceline.services.drafter_trainer.gate.freeze import Freeze
 
 
 def judgement(gain: float, *, serving: float = 3.0, noise: float = 0.2) -> Judgement:

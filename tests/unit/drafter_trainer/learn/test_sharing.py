@@ -10,7 +10,7 @@ from rank_processes import run_ranks
 from unit.drafter_trainer import sharing_ranks
 from unit.drafter_trainer.samples import sample, sample_with_rejected
 
-from drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.packed import PackedRow
 
 

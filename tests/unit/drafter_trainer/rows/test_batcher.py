@@ -21,8 +21,8 @@ from unit.drafter_trainer.samples import (
     with_rejected,
 )
 
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.streams import decode_features, encode_features

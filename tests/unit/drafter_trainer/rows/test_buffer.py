@@ -21,11 +21,11 @@ from unit.drafter_trainer.samples import (
     with_rejected,
 )
 
-from drafter_trainer import metrics
-from drafter_trainer.config import BufferConfig
-from drafter_trainer.rows.buffer import FeatureBuffer
-from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline.errors import DataLoss
+from paceline.services.drafter_trainer import metrics
+from paceline.services.drafter_trainer.config import BufferConfig
+from paceline.services.drafter_trainer.rows.buffer import FeatureBuffer
+from paceline.services.drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline.streams import FeatureBatch
 from paceline.tensors import from_numpy
 

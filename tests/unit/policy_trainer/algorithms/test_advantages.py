@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_trainer.algorithms.advantages import (
+from paceline.services.policy_trainer.algorithms.advantages import (
     at_last_tokens,
     generalized_advantages,
     group_relative,
@@ -18,7 +18,7 @@ from policy_trainer.algorithms.advantages import (
     normalized,
     returns_to_go,
 )
-from policy_trainer.batches.collected import reward_spread
+from paceline.services.policy_trainer.batches.collected import reward_spread
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.0, 2.0, 5.0, 7.0]
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3]

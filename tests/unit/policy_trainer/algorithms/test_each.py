@@ -15,11 +15,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-import policy_trainer.algorithms as table
+import paceline.services.policy_trainer.algorithms as table
 from paceline.errors import ConfigError
-from policy_trainer.algorithm_settings import AnyAlgorithm
-from policy_trainer.algorithms import ALGORITHMS, build_algorithm
-from policy_trainer.algorithms.base import Algorithm, SessionBatch, TokenBatch
+from paceline.services.policy_trainer.algorithm_settings import AnyAlgorithm
+from paceline.services.policy_trainer.algorithms import ALGORITHMS, build_algorithm
+from paceline.services.policy_trainer.algorithms.base import Algorithm, SessionBatch, TokenBatch
 
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 0.3]
 GROUPS = [0, 0, 0, 1, 1, 2]
@@ -228,7 +228,7 @@ def test_settings_that_no_algorithm_has_are_refused(given_: dict[str, object], s
 def test_a_class_of_ones_own_gets_its_options(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
-        "from policy_trainer.algorithms.grpo import Grpo\n"
+        "from paceline.services.policy_trainer.algorithms.grpo import Grpo\n"
         "class Doubled(Grpo):\n"
         "    def advantages(self, batch):\n"
         "        return self.settings.options['times'] * super().advantages(batch)\n"

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_trainer.algorithm_settings import CorrectionConfig
-from policy_trainer.algorithms.aggregation import token_weights
-from policy_trainer.algorithms.corrections import correction_weights
-from policy_trainer.algorithms.divergences import divergence
-from policy_trainer.algorithms.losses import (
+from paceline.services.policy_trainer.algorithm_settings import CorrectionConfig
+from paceline.services.policy_trainer.algorithms.aggregation import token_weights
+from paceline.services.policy_trainer.algorithms.corrections import correction_weights
+from paceline.services.policy_trainer.algorithms.divergences import divergence
+from paceline.services.policy_trainer.algorithms.losses import (
     bounded_ratio,
     clipped_surrogate,
     clipped_value_loss,

@@ -17,10 +17,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
+from paceline.services.policy_trainer.batches.packing import assign_ranks, plan_micro_batches
+from paceline.services.policy_trainer.learn.model import PolicyModel
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
-from policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
-from policy_trainer.batches.packing import assign_ranks, plan_micro_batches
-from policy_trainer.learn.model import PolicyModel
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
 SIZES = {

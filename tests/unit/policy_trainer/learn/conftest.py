@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.parallel import form_mesh
 from paceline.training import STORE_VARIABLE
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.parallel import form_mesh
 
 
 @pytest.fixture(scope="module")

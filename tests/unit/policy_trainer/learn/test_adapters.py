@@ -17,15 +17,15 @@ from paceline.errors import ConfigError, DataLoss
 from paceline.local.memory_plan import adapter_parameters
 from paceline.models.config import read_config
 from paceline.ranks.messages import Save
+from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.config import AdaptersConfig, PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.figures import Figures
+from paceline.services.policy_trainer.learn.learner import Learner
+from paceline.services.policy_trainer.learn.minibatches import mini_batches
+from paceline.services.policy_trainer.messages import Progress
+from paceline.services.policy_trainer.trainer import PolicyTrainer
 from paceline.training.shards import local_of
-from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import AdaptersConfig, PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.figures import Figures
-from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.minibatches import mini_batches
-from policy_trainer.messages import Progress
-from policy_trainer.trainer import PolicyTrainer
 
 RANK, ALPHA = 2, 6.0
 REFERENCE = {"name": "grpo", "kl": {"coefficient": 0.1}}
@@ -200,7 +200,9 @@ def test_the_export_is_served_as_a_model_and_the_adapter_by_peft(
 def test_adapters_without_peft_are_refused_by_name(
     model_dir: Path, tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("policy_trainer.learn.adapters.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "paceline.services.policy_trainer.learn.adapters.find_spec", lambda name: None
+    )
     with pytest.raises(ConfigError, match=r"paceline\[lora\].*adapters.rank=2"):
         built(model_dir, tmp_path, mesh)
 

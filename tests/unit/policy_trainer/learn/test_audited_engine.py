@@ -12,14 +12,18 @@ from audited import drawn, prompts
 from random_models import save_random
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.services.policy_trainer.audit import AuditState, by_path, judged
+from paceline.services.policy_trainer.batches.batch import make_batch
+from paceline.services.policy_trainer.config import (
+    AuditConfig,
+    PolicyOptimizerConfig,
+    PolicyTrainerConfig,
+)
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.nouns import PauseMode, Withheld
+from paceline.services.rollout_gateway.testing.inexact import InexactSpec, build_inexact
 from paceline.trajectory import Target, Trajectory, VersionSet
-from policy_trainer.audit import AuditState, by_path, judged
-from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import AuditConfig, PolicyOptimizerConfig, PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.nouns import PauseMode, Withheld
-from rollout_gateway.testing.inexact import InexactSpec, build_inexact
 
 ARM = "ngram:4_1_5"
 SETTINGS = AuditConfig(share=1.0, least_tokens=100)

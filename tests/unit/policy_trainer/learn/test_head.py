@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from policy_trainer.algorithms.losses import token_entropy, token_logprobs
-from policy_trainer.learn.head import _Scores, head_logprobs
+from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
+from paceline.services.policy_trainer.learn.head import _Scores, head_logprobs
 
 
 def drawn(rows: int = 5, vocabulary: int = 11) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ from unit.policy_trainer.sharded_step import trajectories
 
 from paceline.local.memory_plan import LOGITS, PolicySizes, policy_plan
 from paceline.models.config import read_config
-from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.batches.batch import make_batch
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
 
 VOCABULARY = 152_064
 HEAD_ROWS = 64

@@ -23,10 +23,7 @@ from paceline.config import RunConfig
 from paceline.errors import ConfigError, DataLoss
 from paceline.file_hashes import write_hashes
 from paceline.ranks.messages import Save
-from paceline.training.checkpoints import checkpoint_numbers
-from paceline.training.shards import local_of, tensors_of
-from paceline.trajectory import DrawSpan, Trajectory
-from policy_trainer.algorithm_settings import (
+from paceline.services.policy_trainer.algorithm_settings import (
     AlgorithmConfig,
     CorrectionConfig,
     DecoupledConfig,
@@ -36,16 +33,19 @@ from policy_trainer.algorithm_settings import (
     PpoConfig,
     ReinforceConfig,
 )
-from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.best import Best, read_best
-from policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
-from policy_trainer.learn.figures import Figures
-from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.minibatches import mini_batches
-from policy_trainer.learn.model import policy_on_meta
-from policy_trainer.messages import BatchFacts, Keep, Progress
-from policy_trainer.trainer import PolicyTrainer
+from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
+from paceline.services.policy_trainer.best import Best, read_best
+from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
+from paceline.services.policy_trainer.learn.figures import Figures
+from paceline.services.policy_trainer.learn.learner import Learner
+from paceline.services.policy_trainer.learn.minibatches import mini_batches
+from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.policy_trainer.messages import BatchFacts, Keep, Progress
+from paceline.services.policy_trainer.trainer import PolicyTrainer
+from paceline.training.checkpoints import checkpoint_numbers
+from paceline.training.shards import local_of, tensors_of
+from paceline.trajectory import DrawSpan, Trajectory
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer.sharded_step import whole
 
+from paceline.services.policy_trainer.batches.batch import make_batch
+from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
-from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
-from policy_trainer.learn.build import build_learner
 
 pytestmark = pytest.mark.slow
 

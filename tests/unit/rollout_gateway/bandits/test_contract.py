@@ -14,10 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.arm_names import speculator_of
+from paceline.services.rollout_gateway.bandits import BANDITS, build_bandit
+from paceline.services.rollout_gateway.bandits.base import (
+    Bandit,
+    BanditSettings,
+    RoundOutcome,
+    group_of,
+)
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BANDITS, build_bandit
-from rollout_gateway.bandits.base import Bandit, BanditSettings, RoundOutcome, group_of
 
 GROUPS = (1, 5)
 ARMS = ("off", "a:7_1_8", "b:7_1_8", "a:3_1_4", "b:3_1_4")

@@ -14,19 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.speculators.shift import AcceptanceShift
-from paceline.trajectory import Target
-from rollout_gateway.bandits.base import (
+from paceline.services.rollout_gateway.bandits.base import (
     BanditSettings,
     CostSample,
     RoundOutcome,
     RowFacts,
     Situation,
 )
-from rollout_gateway.bandits.cost_model.acceptance import POLICY_TRIALS, GroupAcceptance
-from rollout_gateway.bandits.cost_model.bandit import CostModel
-from rollout_gateway.bandits.cost_model.positions import family_and_steps
-from rollout_gateway.bandits.evidence import combine
+from paceline.services.rollout_gateway.bandits.cost_model.acceptance import (
+    POLICY_TRIALS,
+    GroupAcceptance,
+)
+from paceline.services.rollout_gateway.bandits.cost_model.bandit import CostModel
+from paceline.services.rollout_gateway.bandits.cost_model.positions import family_and_steps
+from paceline.services.rollout_gateway.bandits.evidence import combine
+from paceline.speculators.shift import AcceptanceShift
+from paceline.trajectory import Target
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
 STEPS = {"off": 0, "eagle:3_1_4": 3, "eagle:5_1_6": 5, "eagle:7_1_8": 7, "ngram:4_1_5": 4}

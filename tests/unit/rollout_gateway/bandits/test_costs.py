@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.bandits.base import CostSample
-from rollout_gateway.bandits.cost_model.costs import CONTEXT_STEP, CostTable
-from rollout_gateway.bandits.cost_model.lengths import REMEMBERED, ResponseLengths
-from rollout_gateway.bandits.cost_model.pace import BatchSlope
+from paceline.services.rollout_gateway.bandits.base import CostSample
+from paceline.services.rollout_gateway.bandits.cost_model.costs import CONTEXT_STEP, CostTable
+from paceline.services.rollout_gateway.bandits.cost_model.lengths import REMEMBERED, ResponseLengths
+from paceline.services.rollout_gateway.bandits.cost_model.pace import BatchSlope
 
 ARMS = ("off", "eagle:3_1_4")
 

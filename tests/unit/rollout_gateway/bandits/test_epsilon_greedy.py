@@ -9,12 +9,17 @@ import pytest
 from bandit_rounds import batch_of, round_of
 
 from paceline.errors import ConfigError
+from paceline.services.rollout_gateway.bandits import build_bandit
+from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings, group_of
+from paceline.services.rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
+from paceline.services.rollout_gateway.bandits.window import (
+    BOUND_Z,
+    ArmWindow,
+    GroupWindow,
+    PlayedRound,
+)
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import Bandit, BanditSettings, group_of
-from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
-from rollout_gateway.bandits.window import BOUND_Z, ArmWindow, GroupWindow, PlayedRound
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 

@@ -10,8 +10,8 @@ from bandit_rounds import batch_of, round_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.bandits.thompson import (
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.bandits.thompson import (
     ALPHA0,
     KAPPA0,
     PRIOR_SPREAD,

@@ -10,9 +10,9 @@ from bandit_rounds import batch_of, round_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.bandits.ucb import UCB1, highest_rate, ucb1_index
-from rollout_gateway.bandits.window import GroupWindow, PlayedRound
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.bandits.ucb import UCB1, highest_rate, ucb1_index
+from paceline.services.rollout_gateway.bandits.window import GroupWindow, PlayedRound
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 RATES = {"off": 100, "a:3_1_4": 80, "b:3_1_4": 50}

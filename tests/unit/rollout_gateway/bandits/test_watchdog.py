@@ -11,10 +11,15 @@ import pytest
 from bandit_rounds import batch_of, round_of
 from structlog.testing import capture_logs
 
+from paceline.services.rollout_gateway.bandits.base import (
+    ArmChoice,
+    Bandit,
+    BanditSettings,
+    Situation,
+)
+from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog, Pulse
+from paceline.services.rollout_gateway.bandits.window import WindowedBandit
 from paceline.trajectory import Target
-from rollout_gateway.bandits.base import ArmChoice, Bandit, BanditSettings, Situation
-from rollout_gateway.bandits.watchdog import AcceptanceWatchdog, Pulse
-from rollout_gateway.bandits.window import WindowedBandit
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 EAGLE = ("eagle:3_1_4", "eagle:5_1_6")

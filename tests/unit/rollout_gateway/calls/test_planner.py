@@ -19,12 +19,12 @@ from paceline.errors import (
     TrainabilityError,
     Unavailable,
 )
-from rollout_gateway.calls.call import Call, Plan, generation_seed
-from rollout_gateway.calls.planner import Asked
-from rollout_gateway.chat.messages import ChatRequest, Message, ToolChoice
-from rollout_gateway.engines.sampling import UNSEEDED
-from rollout_gateway.sessions.assignment import Assignment, SessionState
-from rollout_gateway.sessions.session import Caller, Session
+from paceline.services.rollout_gateway.calls.call import Call, Plan, generation_seed
+from paceline.services.rollout_gateway.calls.planner import Asked
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolChoice
+from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
+from paceline.services.rollout_gateway.sessions.assignment import Assignment, SessionState
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
 
 MODEL = {model.name: model for model in MODELS}["chatml"]
 CODEC = MODEL.codec

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.errors import ConfigError, ResourceExhausted
-from rollout_gateway.calls.queue import FairQueue
-from rollout_gateway.config import QueueConfig
+from paceline.services.rollout_gateway.calls.queue import FairQueue
+from paceline.services.rollout_gateway.config import QueueConfig
 
 KEYS = ("a", "b", "c")
 

@@ -10,8 +10,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_gateway.chat.tool_formats import Deviation, GrowingText, Reading
-from rollout_gateway.chat.tool_formats.json_text import DEEPEST, json_members, json_value
+from paceline.services.rollout_gateway.chat.tool_formats import Deviation, GrowingText, Reading
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import (
+    DEEPEST,
+    json_members,
+    json_value,
+)
 
 
 def no_constant(name: str) -> None:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_gateway.chat.messages import Message, joined
-from rollout_gateway.chat.parse import (
+from paceline.services.rollout_gateway.chat.messages import Message, joined
+from paceline.services.rollout_gateway.chat.parse import (
     ChatParser,
     forced_beginning,
     knows_reasoning,
     opens_reasoning,
     reasoning_tokens,
 )
-from rollout_gateway.chat.tool_formats import tool_format
+from paceline.services.rollout_gateway.chat.tool_formats import tool_format
 
 
 def read(

@@ -12,9 +12,9 @@ from chat_models import CHATML, HEADERS, INSTRUCT, MODELS, THINKING, ChatModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.chat import template as template_module
-from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
-from rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.chat import template as template_module
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
+from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

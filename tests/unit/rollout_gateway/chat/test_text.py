@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.chat.text import TextCodec
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
 CODEC = TextCodec(DEMO)

@@ -10,9 +10,9 @@ import re
 import pytest
 
 from paceline.errors import NotFound
-from rollout_gateway.chat.messages import Message, joined
-from rollout_gateway.chat.parse import ChatParser
-from rollout_gateway.chat.tool_formats import (
+from paceline.services.rollout_gateway.chat.messages import Message, joined
+from paceline.services.rollout_gateway.chat.parse import ChatParser
+from paceline.services.rollout_gateway.chat.tool_formats import (
     TOOL_FORMATS,
     guess_format,
     tool_format,

@@ -18,9 +18,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from paceline.errors import InvalidInput
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.chat.parse import ChatParser
-from rollout_gateway.chat.tool_formats import (
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.chat.parse import ChatParser
+from paceline.services.rollout_gateway.chat.tool_formats import (
     TOOL_FORMATS,
     Offered,
     ToolFormat,

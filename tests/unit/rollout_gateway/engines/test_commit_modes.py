@@ -17,11 +17,11 @@ import torch
 from random_models import save_random
 from transformers import DynamicCache, PreTrainedModel
 
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import Target, VersionSet, VersionSpan
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, PauseMode, Request
-from rollout_gateway.engines.sampling import Sampling
 
 TOKENS = 30
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from random_models import save_random
 
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 ALLOWED = (4, 7, 9, 11, 20)
 PROMPT = (3, 8, 5)

@@ -15,18 +15,23 @@ from twin_kind import DeepDrafter, DeepNet, SilentNet, TwinNet
 
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
+from paceline.services.rollout_gateway.bandits import BANDITS
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import (
+    Capability,
+    PauseMode,
+    Request,
+    RowLayout,
+)
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.loading import net_of
 from paceline.speculators.shift import FILE, AcceptanceShift
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
-from rollout_gateway.bandits import BANDITS
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout
-from rollout_gateway.engines.sampling import Sampling
 
 TWIN, DEEP, SILENT = "twin_kind:KIND", "twin_kind:DEEP", "twin_kind:SILENT"
 EAGLE_ARMS, TWIN_ARMS = {"eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8"}, {"twin:3_1_4", "twin:5_1_6"}

@@ -15,14 +15,19 @@ from transformers import PreTrainedModel
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
 from paceline.models.loading import load_model
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import (
+    Capability,
+    PauseMode,
+    Request,
+    RowLayout,
+)
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.eagle.net import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout
-from rollout_gateway.engines.sampling import Sampling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:4_3_10", "eagle:6_4_16", "ngram:4_1_5", "ngram:4_3_9")

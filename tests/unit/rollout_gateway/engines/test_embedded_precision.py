@@ -21,12 +21,12 @@ from paceline.errors import ConfigError
 from paceline.models.compiled import compiled_finish
 from paceline.models.int8 import Int8Matrix, quantized
 from paceline.models.loading import read_tensors
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import PauseMode, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import PauseMode, Request
-from rollout_gateway.engines.sampling import Sampling
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 SEQUENCES, LONGEST = 100, 16

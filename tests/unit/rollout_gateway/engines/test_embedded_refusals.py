@@ -18,12 +18,12 @@ from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.eagle.net import EagleNet
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.sampling import Sampling
 
 Tensors = dict[str, Tensor]
 LAYERS, COUNT = "1 to 4096", "1 to 2147483647"

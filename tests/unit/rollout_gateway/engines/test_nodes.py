@@ -17,15 +17,20 @@ from random_models import save_random
 from paceline.models.cache import StaticCache
 from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.models.loading import load_model
-from paceline.speculators.base import Drafts
-from rollout_gateway.engines.embedded.budget import PROBE_EVERY, Budget, Calibration, ForwardCost
-from rollout_gateway.engines.embedded.nodes import (
+from paceline.services.rollout_gateway.engines.embedded.budget import (
+    PROBE_EVERY,
+    Budget,
+    Calibration,
+    ForwardCost,
+)
+from paceline.services.rollout_gateway.engines.embedded.nodes import (
     Nodes,
     ancestors,
     arrange,
     merge_drafts,
     node_depths,
 )
+from paceline.speculators.base import Drafts
 
 trees = st.integers(1, 12).flatmap(
     lambda count: st.tuples(*(st.integers(0, node) for node in range(count))).map(list)

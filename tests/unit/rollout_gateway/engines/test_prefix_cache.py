@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rollout_gateway.engines.embedded import prefix_cache
-from rollout_gateway.engines.embedded.prefix_cache import (
+from paceline.services.rollout_gateway.engines.embedded import prefix_cache
+from paceline.services.rollout_gateway.engines.embedded.prefix_cache import (
     MIN_PREFIX,
     Match,
     PrefixCache,
     PrefixIndex,
     block_keys,
 )
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 RUNNING, RETAINED, CAPACITY = 3, 3, 128
 Tokens = tuple[int, ...]

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from paceline.models import decoder
 from paceline.models.config import read_config
+from paceline.services.rollout_gateway.engines.base import Engine, RowSink
+from paceline.services.rollout_gateway.engines.embedded import prefill
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.speculators.eagle.net import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
-from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded import prefill
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, PauseMode, Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.sampling import Sampling
 
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")
 PROMPT = tuple(random.Random(1).choices(range(3, 97), k=40))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from random_models import save_random
 
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, PromptScore, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import Target, VersionSet
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, PauseMode, PromptScore, Request
-from rollout_gateway.engines.sampling import Sampling
 
 PROMPT = tuple(random.Random(3).randrange(3, 97) for _ in range(70))
 

@@ -16,16 +16,19 @@ from random_models import save_random
 from rejected_oracle import contexts_of_rows, last_states
 from transformers import PreTrainedModel
 
-from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
-from rollout_gateway.engines.embedded.rejected import REJECTED_PER_ROUND, rejected_drafts
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.embedded.verify import Verdict
-from rollout_gateway.engines.nouns import Capability, Request
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.worker.ring import RowArray, RowRing
-from rollout_gateway.features.selection import hanging_drafts, longest_run
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, node_depths
+from paceline.services.rollout_gateway.engines.embedded.rejected import (
+    REJECTED_PER_ROUND,
+    rejected_drafts,
+)
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.verify import Verdict
+from paceline.services.rollout_gateway.engines.nouns import Capability, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.features.selection import hanging_drafts, longest_run
 
 ARMS = ("eagle:5_1_6", "eagle:4_3_10", "ngram:4_3_9")
 ROW_BYTES = 4 * 48

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.sampling import DrawParams, behavior_logprobs, draw
-from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.embedded.rejection import (
+from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes
+from paceline.services.rollout_gateway.engines.embedded.rejection import (
     SampledVerdict,
     residual,
     sample_drafts,
     verify_sampled,
     without,
 )
-from rollout_gateway.engines.embedded.verify import verify
+from paceline.services.rollout_gateway.engines.embedded.verify import verify
 
 VOCAB = 6
 COUNTS = (3, 2)

@@ -14,16 +14,16 @@ from pydantic import ValidationError
 from paceline.client.options import ChatOptions
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.models.config import read_config
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody
+from paceline.services.rollout_gateway.calls.checks import check_request
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.requests.admission import Admission
+from paceline.services.rollout_gateway.engines.sampling import RANGES, Sampling, untrainable
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.api.http.openai.schema import ChatBody
-from rollout_gateway.calls.checks import check_request
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.requests.admission import Admission
-from rollout_gateway.engines.sampling import RANGES, Sampling, untrainable
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.testing.scripted.engine import build_scripted
-from rollout_gateway.testing.scripted.script import ScriptedSpec
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
 READY = pb.WorkerReady(vocab_size=320, max_sequence_tokens=64, capabilities=["penalties"])

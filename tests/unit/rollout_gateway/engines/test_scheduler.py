@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 
 def sequence(number: int, length: int = 10) -> RunningSequence:

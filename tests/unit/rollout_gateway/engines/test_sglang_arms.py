@@ -12,20 +12,20 @@ import pytest
 
 from paceline.arm_names import OFF, ROOT, TreeSize
 from paceline.errors import ConfigError, InvalidInput
-from paceline.speculators.shift import AcceptanceShift
-from paceline.trajectory import Target
-from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.plugin.arms import (
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     ArmChooser,
     first_nodes,
     parse_arms,
     taken_tokens,
 )
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from paceline.speculators.shift import AcceptanceShift
+from paceline.trajectory import Target
 
 NAMES = ("off", "eagle:3_1_4", "eagle:4_3_12")
 

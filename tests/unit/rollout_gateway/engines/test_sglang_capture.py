@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.services.rollout_gateway.engines.nouns import Request, RowLayout
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin import capture
+from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import (
+    Gathered,
+    Leaving,
+    SlotRows,
+)
+from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.nouns import Request, RowLayout
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.plugin import capture
-from rollout_gateway.engines.sglang.plugin.process import Plugin
-from rollout_gateway.engines.sglang.plugin.slot_rows import Gathered, Leaving, SlotRows
-from rollout_gateway.engines.sglang.rows import row_layout
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.ring import RowArray, RowRing
-from rollout_gateway.engines.worker.spec import WorkerSpec
 
 CPU = torch.device("cpu")
 WIDTH = 4

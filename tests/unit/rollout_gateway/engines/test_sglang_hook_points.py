@@ -7,8 +7,12 @@ from importlib import import_module
 
 import pytest
 
-from rollout_gateway.engines.sglang import plugin
-from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS, RELEASES, HookPoint
+from paceline.services.rollout_gateway.engines.sglang import plugin
+from paceline.services.rollout_gateway.engines.sglang.hook_points import (
+    HOOK_POINTS,
+    RELEASES,
+    HookPoint,
+)
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.errors import ConfigError
-from rollout_gateway.engines.sglang import host
-from rollout_gateway.engines.sglang.hook_points import RELEASES
-from rollout_gateway.engines.sglang.rows import row_layout
-from rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.sglang import host
+from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
+from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo"
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.services.rollout_gateway.bandits.base import BanditSettings
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin import rounds
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, Values
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.trajectory import SpeculationStats, VersionSet
-from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.engines.nouns import Request
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.plugin import rounds
-from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, Values
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 NAMES = ("off", "eagle:3_1_4", "eagle:3_2_8")
 

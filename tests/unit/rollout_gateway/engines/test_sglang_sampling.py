@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from paceline.errors import InternalError
 from paceline.models.sampling import Draw
-from paceline.trajectory import VersionSpan
-from rollout_gateway.engines.nouns import Finish, Request
-from rollout_gateway.engines.requests.admission import Admission
-from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.plugin.sampling import (
+from paceline.services.rollout_gateway.engines.nouns import Finish, Request
+from paceline.services.rollout_gateway.engines.requests.admission import Admission
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
     accepted_path,
     as_sglang,
     parents_of,
     pending,
 )
-from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked, rid_of
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked, rid_of
+from paceline.trajectory import VersionSpan
 
 
 def random_tree(source: random.Random, nodes: int) -> tuple[list[int], list[int]]:

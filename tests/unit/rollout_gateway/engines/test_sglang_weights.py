@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import WeightsError
+from paceline.services.rollout_gateway.engines.sglang.plugin.weights import PluginWeights
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.trajectory import Target, VersionSet
-from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
-from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo"
 

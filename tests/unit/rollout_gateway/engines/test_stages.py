@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from rollout_gateway.engines.nouns import StageTime
-from rollout_gateway.engines.requests.stages import DECODE_STAGES, Stages
+from paceline.services.rollout_gateway.engines.nouns import StageTime
+from paceline.services.rollout_gateway.engines.requests.stages import DECODE_STAGES, Stages
 
 
 def ticking(times: list[int]) -> Stages:

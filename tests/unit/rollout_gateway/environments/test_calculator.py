@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_gateway.environments.calculator import CalculationError, calculate
+from paceline.services.rollout_gateway.environments.calculator import CalculationError, calculate
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,17 @@ import pytest
 from unit.rollout_gateway.environments.test_tool_use import Script, calls, says, task
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
-from rollout_gateway.config import ToolServerConfig
-from rollout_gateway.environments import ToolUse
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.environments.interactions import Interactions
-from rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.config import ToolServerConfig
+from paceline.services.rollout_gateway.environments import ToolUse
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.environments.interactions import Interactions
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 
 OWN = '''
 import asyncio
 from typing import Annotated
 
-from rollout_gateway.environments.interactions import UserReply
+from paceline.services.rollout_gateway.environments.interactions import UserReply
 
 
 async def price(item: str, pieces: int = 1) -> float:

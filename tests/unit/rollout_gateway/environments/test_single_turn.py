@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
-from rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.environments.base import (
+    ChatTurn,
+    Episode,
+    EpisodeTask,
+    TextTurn,
+)
+from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
 
 
 class Says:

@@ -14,13 +14,23 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidInput, NotFound
-from rollout_gateway.chat.messages import Message, ToolCall
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.environments import Equipment, SingleTurn, ToolUse, environment
-from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
-from rollout_gateway.environments.tool_use import DEFAULT_TURNS, MAX_CALLS
-from rollout_gateway.environments.tools import MAX_ANSWER_CHARACTERS
-from rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.environments import (
+    Equipment,
+    SingleTurn,
+    ToolUse,
+    environment,
+)
+from paceline.services.rollout_gateway.environments.base import (
+    ChatTurn,
+    Episode,
+    EpisodeTask,
+    TextTurn,
+)
+from paceline.services.rollout_gateway.environments.tool_use import DEFAULT_TURNS, MAX_CALLS
+from paceline.services.rollout_gateway.environments.tools import MAX_ANSWER_CHARACTERS
+from paceline.services.rollout_gateway.sandbox import Sandbox
 
 
 class Script:

@@ -9,12 +9,12 @@ import numpy as np
 from counted import counted
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from paceline.services.rollout_gateway.config import FeaturesConfig
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_dtype
+from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.config import FeaturesConfig
-from rollout_gateway.engines.worker.ring import RowArray, row_dtype
-from rollout_gateway.features.publisher import FeaturePublisher, Origin
-from rollout_gateway.gateway import Gateway
-from rollout_gateway.workers.generation import Generation
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 

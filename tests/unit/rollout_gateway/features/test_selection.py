@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.engines.worker.ring import RowArray, row_dtype
-from rollout_gateway.features.selection import hanging_drafts, longest_run
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_dtype
+from paceline.services.rollout_gateway.features.selection import hanging_drafts, longest_run
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from paceline.errors import Unavailable
-from rollout_gateway.rewards.breaker import CircuitBreaker
+from paceline.services.rollout_gateway.rewards.breaker import CircuitBreaker
 
 OPEN_S = 0.3
 

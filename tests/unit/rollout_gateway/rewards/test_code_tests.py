@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, Unavailable
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards.code_tests import CodeTests, last_code_block
-from rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards.code_tests import CodeTests, last_code_block
+from paceline.services.rollout_gateway.sandbox import Sandbox
 
 ADD_TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0\n"
 ADD = "def add(a, b):\n    return a + b\n"

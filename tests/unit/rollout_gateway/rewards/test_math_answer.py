@@ -13,10 +13,15 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.config import RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRule, RewardRules
-from rollout_gateway.rewards.math_answer import MAX_ANSWER, MathAnswer, answer_of, same_answer
+from paceline.services.rollout_gateway.config import RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRule, RewardRules
+from paceline.services.rollout_gateway.rewards.math_answer import (
+    MAX_ANSWER,
+    MathAnswer,
+    answer_of,
+    same_answer,
+)
 
 
 def episode(text: str, *, answer: str = "6", finish: str = "stop") -> Episode:

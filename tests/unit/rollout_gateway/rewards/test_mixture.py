@@ -12,11 +12,11 @@ import pytest
 
 from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
+from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.rewards.base import RuleScore
 from paceline.telemetry import prometheus_page, setup, shutdown
-from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRules
-from rollout_gateway.rewards.base import RuleScore
 
 DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"
 OWN = """

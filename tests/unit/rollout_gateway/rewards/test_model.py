@@ -28,12 +28,12 @@ from transformers import (
 )
 
 from paceline.errors import ConfigError, Unavailable
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.config import ModelRewardConfig, RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRule, RewardRules
-from rollout_gateway.rewards.processes.pipes import Raised, Rewards, ScoreEpisodes
-from rollout_gateway.rewards.processes.reward_model import RewardModel
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.config import ModelRewardConfig, RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRule, RewardRules
+from paceline.services.rollout_gateway.rewards.processes.pipes import Raised, Rewards, ScoreEpisodes
+from paceline.services.rollout_gateway.rewards.processes.reward_model import RewardModel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 CHARACTERS = "0123456789+-=#<>usa "
@@ -235,7 +235,7 @@ async def test_the_model_scores_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 STAND_IN = """
 import os, sys, time
-from rollout_gateway.rewards.processes.pipes import Raised, Rewards, serve, take_pipes
+from paceline.services.rollout_gateway.rewards.processes.pipes import Raised, Rewards, serve, take_pipes
 
 def answer(request):
     texts = [episode.text for episode in request.episodes]
@@ -260,7 +260,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardRules:
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr("rollout_gateway.rewards.model.MODULE", "stand_in")
+    monkeypatch.setattr("paceline.services.rollout_gateway.rewards.model.MODULE", "stand_in")
     return rules_of(tmp_path, max_batch=4, deadline_s=2)
 
 

@@ -17,10 +17,10 @@ import pytest_asyncio
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.local.patience import patient
-from rollout_gateway.chat.messages import Message, ToolCall
-from rollout_gateway.config import RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
+from paceline.services.rollout_gateway.config import RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRules
 
 RULES = """
 import asyncio, os, subprocess, sys, time
@@ -340,9 +340,9 @@ async def test_a_reward_given_by_the_agent_stands(rules: RewardRules) -> None:
 def test_children_end_when_the_gateway_is_killed(path: Path) -> None:
     program = f"""
 import asyncio, time
-from rollout_gateway.config import RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.config import RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRules
 async def main():
     own = {{name: f"{path}:{{name}}" for name in ("Pid", "Hangs")}}
     rules = RewardRules(RewardsConfig(own=own))
@@ -361,7 +361,7 @@ asyncio.run(main())
 
 def test_the_gateways_side_imports_neither_torch_nor_mathematics() -> None:
     names = "{'torch', 'transformers', 'sympy'}"
-    program = f"import sys, rollout_gateway.rewards; print({names} & sys.modules.keys() or [])"
+    program = f"import sys, paceline.services.rollout_gateway.rewards; print({names} & sys.modules.keys() or [])"
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

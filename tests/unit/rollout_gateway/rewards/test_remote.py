@@ -15,12 +15,12 @@ import pytest_asyncio
 from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
+from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, reward_of
 from paceline.telemetry import setup, shutdown, span
-from rollout_gateway.chat.messages import Message, ToolCall
-from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRules
-from rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, reward_of
 
 
 @dataclass

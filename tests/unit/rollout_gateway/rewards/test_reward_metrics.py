@@ -10,10 +10,10 @@ import pytest_asyncio
 
 from paceline.config import TelemetryConfig
 from paceline.errors import InvalidInput, Unavailable
+from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards import RewardRules
 from paceline.telemetry import prometheus_page, setup, shutdown
-from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
-from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRules
 
 RULE = """
 import time

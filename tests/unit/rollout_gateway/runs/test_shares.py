@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.runs.tasks import shares
+from paceline.services.rollout_gateway.runs.tasks import shares
 
 
 @given(samples=st.integers(1, 600), workers=st.integers(1, 64), together=st.booleans())

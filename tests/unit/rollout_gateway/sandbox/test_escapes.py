@@ -22,8 +22,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.sandbox import Sandbox, SandboxResult
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
 
 LIMITS = SandboxConfig(
     wall_s=15,

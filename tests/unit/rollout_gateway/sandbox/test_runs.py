@@ -22,10 +22,14 @@ import uvloop
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.sandbox import Sandbox
-from rollout_gateway.sandbox.launcher.removal import remove_tree
-from rollout_gateway.sandbox.launcher.request import RunRequest, SandboxResult, encode
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.sandbox.launcher.removal import remove_tree
+from paceline.services.rollout_gateway.sandbox.launcher.request import (
+    RunRequest,
+    SandboxResult,
+    encode,
+)
 
 SANDBOX = Path(__file__).parents[4] / "services" / "rollout_gateway" / "sandbox"
 SLEEP = """
@@ -92,8 +96,8 @@ async def test_a_program_ends_with_its_gateway(isolation: str, tmp_path: Path) -
     word = uuid.uuid4().hex
     gateway = f"""
         import asyncio
-        from rollout_gateway.config import SandboxConfig
-        from rollout_gateway.sandbox import Sandbox
+        from paceline.services.rollout_gateway.config import SandboxConfig
+        from paceline.services.rollout_gateway.sandbox import Sandbox
         sandbox = Sandbox(SandboxConfig(isolation={isolation!r}, wall_s=60))
         asyncio.run(sandbox.run({SLEEP.format(word=word)!r}))
     """
@@ -197,9 +201,9 @@ async def test_an_isolation_that_cannot_be_had_is_told(
 WITHOUT = """
 import asyncio, sys
 from paceline.errors import ConfigError
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.sandbox import Sandbox
-from rollout_gateway.sandbox.launcher import linux, seccomp
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.sandbox.launcher import linux, seccomp
 
 # clone, unshare: of another user namespace; landlock_create_ruleset; prctl: of a filter
 bits = {"namespaces": {56: (0, 0x10000000), 272: (0, 0x10000000)}, "landlock": {444: None},
@@ -326,8 +330,8 @@ FULL_DISK = """
 import asyncio, subprocess, sys, tempfile
 from pathlib import Path
 from paceline.errors import Unavailable
-from rollout_gateway.config import SandboxConfig
-from rollout_gateway.sandbox import Sandbox
+from paceline.services.rollout_gateway.config import SandboxConfig
+from paceline.services.rollout_gateway.sandbox import Sandbox
 
 free = (1 << 30) + (256 << 20)
 mount = ["mount", "-t", "tmpfs", "-o", f"size={free},mode=755", "none", sys.argv[1]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_gateway.sandbox.launcher import seccomp, syscalls
+from paceline.services.rollout_gateway.sandbox.launcher import seccomp, syscalls
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),

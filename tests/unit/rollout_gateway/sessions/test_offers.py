@@ -12,12 +12,16 @@ import pytest
 
 from paceline.errors import FailedPrecondition, ResourceExhausted
 from paceline.local.patience import patient
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.offers import TaskOffers
-from rollout_gateway.sessions.registry import Sessions
-from rollout_gateway.sessions.session import Session
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.environments.base import EpisodeTask
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.offers import TaskOffers
+from paceline.services.rollout_gateway.sessions.registry import Sessions
+from paceline.services.rollout_gateway.sessions.session import Session
 
 WAIT_S = patient(5.0)
 

@@ -11,10 +11,10 @@ from session_turns import said, session
 
 from paceline.errors import ResourceExhausted
 from paceline.local.patience import patient
-from rollout_gateway.sessions import open_groups
-from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.open_groups import TOKEN_BYTES, OpenGroups
-from rollout_gateway.sessions.session import Grant, Session
+from paceline.services.rollout_gateway.sessions import open_groups
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.open_groups import TOKEN_BYTES, OpenGroups
+from paceline.services.rollout_gateway.sessions.session import Grant, Session
 
 LONG_S = 3600.0
 

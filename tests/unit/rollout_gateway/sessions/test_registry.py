@@ -8,13 +8,17 @@ import pytest
 from session_turns import SAMPLING, said, turn
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.sessions import registry
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.registry import Ended, Sessions
+from paceline.services.rollout_gateway.sessions.session import Grant, Session
 from paceline.streams import api_key_hash
-from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.sessions import registry
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.registry import Ended, Sessions
-from rollout_gateway.sessions.session import Grant, Session
 
 ABOUT = Assignment("run")
 IMPLICIT = Assignment("run", implicit=True)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_turns import said, session, turn
 
+from paceline.services.rollout_gateway.engines.sampling import OVERRIDABLE, Sampling, untrainable
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.samples import overridden, restamped
+from paceline.services.rollout_gateway.sessions.session import Grant, Session
+from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.trajectory import SpeculationStats, VersionSpan
-from rollout_gateway.engines.sampling import OVERRIDABLE, Sampling, untrainable
-from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.samples import overridden, restamped
-from rollout_gateway.sessions.session import Grant, Session
-from rollout_gateway.sessions.tree import Turn
 
 DISCOUNT = 0.9
 

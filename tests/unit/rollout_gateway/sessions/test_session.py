@@ -17,11 +17,15 @@ from paceline.errors import (
     ResourceExhausted,
     TrainabilityError,
 )
+from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.sessions.assignment import (
+    Assignment,
+    FailReason,
+    SessionState,
+)
+from paceline.services.rollout_gateway.sessions.session import Grant
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.sampling import UNSEEDED, Sampling
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.session import Grant
 
 UNTRAINED = Assignment("run", trainable=False)
 

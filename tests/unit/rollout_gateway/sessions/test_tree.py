@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_turns import turn
 
-from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.sessions.tree import MessageTree, Turn
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.sessions.tree import MessageTree, Turn
 
 USER = Message("user", "12+30=")
 ANSWER = Message("assistant", "42")

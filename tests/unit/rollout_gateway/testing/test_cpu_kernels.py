@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import rollout_gateway
 from paceline.errors import InvalidInput
 from paceline.local.patience import patient
+from paceline.services import rollout_gateway
 
 FOLDER = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"
 HEADS, KV_HEADS, SIZE, SCALING = 6, 2, 8, 0.3

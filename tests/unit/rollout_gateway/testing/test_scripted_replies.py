@@ -13,11 +13,15 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.engines.nouns import Chunk, Finish, Request
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.testing.scripted.engine import build_scripted
-from rollout_gateway.testing.scripted.replies import Script
-from rollout_gateway.testing.scripted.script import ScriptedSpec, read_script, scripted_response
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
+from paceline.services.rollout_gateway.testing.scripted.replies import Script
+from paceline.services.rollout_gateway.testing.scripted.script import (
+    ScriptedSpec,
+    read_script,
+    scripted_response,
+)
 
 TOKENIZER_FILE = Path(__file__).parents[4] / "examples/demo/policy_start/tokenizer.json"
 TOKENIZER = Tokenizer.from_file(str(TOKENIZER_FILE))

@@ -13,12 +13,12 @@ from metric_points import all_points
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
 from paceline.telemetry.metrics import use_meter
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.coordinator_pb2 import StepRecord
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.metrics import EngineMetrics
 
 ROOT = Path(__file__).resolve().parents[4]
 NO_FIGURES = {

@@ -9,11 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.messages import from_message, to_message
+from paceline.services.rollout_gateway.bandits.evidence import (
+    AcceptanceEvidence,
+    CostEvidence,
+    Evidence,
+    combine,
+)
+from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.bandits.evidence import AcceptanceEvidence, CostEvidence, Evidence, combine
-from rollout_gateway.workers.evidence_exchange import EvidenceExchange
 
 numbers = st.floats(0, 1e6, allow_nan=False)
 evidences = st.builds(

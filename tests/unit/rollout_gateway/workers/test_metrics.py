@@ -8,16 +8,16 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
+from paceline.services.rollout_gateway import metrics
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport
+from paceline.services.rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
 from paceline.telemetry.metrics import Metric
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway import metrics
-from rollout_gateway.bandits.evidence import ArmReport
-from rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.metrics import EngineMetrics
 
 DECLARED = {one.name: one for one in vars(metrics).values() if isinstance(one, Metric)}
 

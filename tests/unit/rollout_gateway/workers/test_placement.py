@@ -12,10 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.services.rollout_gateway.workers.placement import (
+    STICKY_FACTOR,
+    STICKY_SLACK,
+    Seat,
+    choose,
+)
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.placement import STICKY_FACTOR, STICKY_SLACK, Seat, choose
-from rollout_gateway.workers.process import WorkerProcess
 
 _numbers = itertools.count(1)
 

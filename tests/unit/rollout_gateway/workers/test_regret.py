@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.services.rollout_gateway.bandits.evidence import ArmReport
+from paceline.services.rollout_gateway.workers.regret import regret
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.bandits.evidence import ArmReport
-from rollout_gateway.workers.regret import regret
 
 
 def report(arm: str, group: int, pulls: int, rate: float) -> ArmReport:

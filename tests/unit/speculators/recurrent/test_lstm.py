@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from torch import Tensor
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 
-from drafter_trainer.rows.batcher import pack
 from paceline.errors import InvalidInput, WeightsError
+from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
 

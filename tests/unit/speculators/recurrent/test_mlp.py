@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 
-from drafter_trainer.rows.batcher import pack
 from paceline.errors import InvalidInput, WeightsError
+from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.mlp import MlpNet, MlpOptions
 

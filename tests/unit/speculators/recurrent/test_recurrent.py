@@ -24,13 +24,13 @@ from unit.drafter_trainer.samples import (
     toy_policy,
 )
 
-from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.learn.learner import DrafterLearner
-from drafter_trainer.rows.batcher import pack
-from drafter_trainer.rows.sample import FeatureSample
 from paceline.errors import WeightsError
 from paceline.models.config import ModelConfig
 from paceline.models.loading import load_model
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.kinds import find_kind
 from paceline.speculators.loading import build_drafter, trained_net

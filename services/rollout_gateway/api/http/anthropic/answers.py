@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
-from rollout_gateway.api.http.answers import Answers, Event, MessagePart, MessageParts, usage
-from rollout_gateway.api.http.anthropic.schema import MessagesBody
-from rollout_gateway.api.http.errors import anthropic_error
-from rollout_gateway.calls.call import Call, Piece, Plan
-from rollout_gateway.chat.messages import Delta
+from paceline.services.rollout_gateway.api.http.answers import (
+    Answers,
+    Event,
+    MessagePart,
+    MessageParts,
+    usage,
+)
+from paceline.services.rollout_gateway.api.http.anthropic.schema import MessagesBody
+from paceline.services.rollout_gateway.api.http.errors import anthropic_error
+from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
+from paceline.services.rollout_gateway.chat.messages import Delta
 
 STOP_REASONS = {
     "stop": "end_turn",

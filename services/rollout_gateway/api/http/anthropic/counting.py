@@ -8,11 +8,11 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_gateway.api.http import bodies
-from rollout_gateway.api.http.anthropic.schema import ConversationBody
-from rollout_gateway.api.http.keys import caller_of, gateway_of
-from rollout_gateway.api.http.model_names import check_model
-from rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.api.http import bodies
+from paceline.services.rollout_gateway.api.http.anthropic.schema import ConversationBody
+from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
+from paceline.services.rollout_gateway.api.http.model_names import check_model
+from paceline.services.rollout_gateway.chat.text import TextCodec
 
 COUNTED_CONTEXTS = 8
 """A conversation is counted up to so many times what the model reads."""

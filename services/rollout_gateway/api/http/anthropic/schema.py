@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from rollout_gateway.api.http.beyond import MESSAGES
-from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.shapes import (
+from paceline.services.rollout_gateway.api.http.beyond import MESSAGES
+from paceline.services.rollout_gateway.api.http.bodies import FieldError
+from paceline.services.rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
     TEXT_OR_OTHER,
@@ -33,8 +33,13 @@ from rollout_gateway.api.http.shapes import (
     loose_tools,
     strict_names,
 )
-from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
-from rollout_gateway.engines.sampling import MAX_STOPS
+from paceline.services.rollout_gateway.chat.messages import (
+    ChatRequest,
+    Message,
+    ToolCall,
+    ToolChoice,
+)
+from paceline.services.rollout_gateway.engines.sampling import MAX_STOPS
 
 FAILED = "Error: "
 """Begins the content of a tool result that is marked as an error: chat templates have no other

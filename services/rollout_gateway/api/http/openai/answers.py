@@ -10,13 +10,17 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from paceline.errors import InvalidInput, PacelineError
+from paceline.services.rollout_gateway.api.http.answers import Answers, Event, usage
+from paceline.services.rollout_gateway.api.http.errors import openai_error
+from paceline.services.rollout_gateway.api.http.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+)
+from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.api.http.answers import Answers, Event, usage
-from rollout_gateway.api.http.errors import openai_error
-from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody, GenerationBody
-from rollout_gateway.calls.call import Call, Piece, Plan
-from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
-from rollout_gateway.sessions.session import Caller
 
 MAX_REQUESTS_PER_CALL = 256
 _BROKEN = {"abort": "stop", "error": "stop"}

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.shapes import JsonObject, OpenShape, StrictShape
-from rollout_gateway.engines.requests.structures import MAX_CHOICES
+from paceline.services.rollout_gateway.api.http.bodies import FieldError
+from paceline.services.rollout_gateway.api.http.shapes import JsonObject, OpenShape, StrictShape
+from paceline.services.rollout_gateway.engines.requests.structures import MAX_CHOICES
 
 
 class SchemaBody(OpenShape):

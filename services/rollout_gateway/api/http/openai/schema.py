@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from rollout_gateway.api.http.beyond import CHAT, COMPLETIONS
-from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.openai.forms import ResponseFormat, StructuredOutputs
-from rollout_gateway.api.http.shapes import (
+from paceline.services.rollout_gateway.api.http.beyond import CHAT, COMPLETIONS
+from paceline.services.rollout_gateway.api.http.bodies import FieldError
+from paceline.services.rollout_gateway.api.http.openai.forms import (
+    ResponseFormat,
+    StructuredOutputs,
+)
+from paceline.services.rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Arguments,
@@ -37,8 +40,14 @@ from rollout_gateway.api.http.shapes import (
     strict_names,
     within,
 )
-from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
-from rollout_gateway.engines.sampling import (
+from paceline.services.rollout_gateway.chat.messages import (
+    ChatRequest,
+    Message,
+    Role,
+    ToolCall,
+    ToolChoice,
+)
+from paceline.services.rollout_gateway.engines.sampling import (
     BIAS,
     INT_LIMIT,
     MAX_ALLOWED_TOKENS,

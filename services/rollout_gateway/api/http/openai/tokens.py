@@ -9,14 +9,19 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_gateway.api.http import bodies
-from rollout_gateway.api.http.beyond import TOKENS
-from rollout_gateway.api.http.keys import caller_of, gateway_of
-from rollout_gateway.api.http.model_names import check_model
-from rollout_gateway.api.http.openai.schema import ChatMessage, ToolBody
-from rollout_gateway.api.http.shapes import MAX_MESSAGES, MAX_TOOLS, Several, StrictShape
-from rollout_gateway.chat.messages import ChatRequest
-from rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.api.http import bodies
+from paceline.services.rollout_gateway.api.http.beyond import TOKENS
+from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
+from paceline.services.rollout_gateway.api.http.model_names import check_model
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatMessage, ToolBody
+from paceline.services.rollout_gateway.api.http.shapes import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Several,
+    StrictShape,
+)
+from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.text import TextCodec
 
 CONTEXTS = 8
 """A text is counted, and ids are read, up to so many times what the model reads."""

@@ -10,12 +10,18 @@ from typing import Any
 from starlette.requests import Request
 
 from paceline.errors import PacelineError, ResourceExhausted
-from rollout_gateway.api.http.answers import Answers, Event, MessagePart, MessageParts, usage
-from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.api.http.responses.store import past_responses
-from rollout_gateway.calls.call import Call, Piece, Plan
-from rollout_gateway.chat.messages import Delta, Message, joined
-from rollout_gateway.sessions.session import Caller
+from paceline.services.rollout_gateway.api.http.answers import (
+    Answers,
+    Event,
+    MessagePart,
+    MessageParts,
+    usage,
+)
+from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.responses.store import past_responses
+from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
+from paceline.services.rollout_gateway.chat.messages import Delta, Message, joined
+from paceline.services.rollout_gateway.sessions.session import Caller
 
 _ITEMS = {
     "reasoning": ("reasoning", "rs"),

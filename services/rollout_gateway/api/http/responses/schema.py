@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, Tag
 
-from rollout_gateway.api.http.beyond import RESPONSES
-from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.shapes import (
+from paceline.services.rollout_gateway.api.http.beyond import RESPONSES
+from paceline.services.rollout_gateway.api.http.bodies import FieldError
+from paceline.services.rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
     TEXT_OR_OTHER,
@@ -36,7 +36,13 @@ from rollout_gateway.api.http.shapes import (
     stop_list,
     strict_names,
 )
-from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
+from paceline.services.rollout_gateway.chat.messages import (
+    ChatRequest,
+    Message,
+    Role,
+    ToolCall,
+    ToolChoice,
+)
 
 NOT_SERVED = ("background", "conversation", "prompt")
 """Fields that change what a request means; ignoring them would answer another one."""

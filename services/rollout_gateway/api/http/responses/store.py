@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.errors import NotFound
-from rollout_gateway.api.http.keys import caller_of
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.sessions.session import Caller
+from paceline.services.rollout_gateway.api.http.keys import caller_of
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.sessions.session import Caller
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20

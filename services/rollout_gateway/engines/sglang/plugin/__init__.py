@@ -12,8 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from paceline.errors import InternalError
-from rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+from paceline.services.rollout_gateway.engines.sglang.hook_points import HOOK_POINTS
+from paceline.services.rollout_gateway.engines.worker.spec import (
+    SOCKET_VARIABLE,
+    SPEC_VARIABLE,
+    WorkerSpec,
+)
 
 
 def register() -> None:
@@ -22,8 +26,13 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_gateway.engines.sglang.plugin import capture, loop, rounds, sampling
-    from rollout_gateway.engines.sglang.plugin.process import Plugin
+    from paceline.services.rollout_gateway.engines.sglang.plugin import (
+        capture,
+        loop,
+        rounds,
+        sampling,
+    )
+    from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 
     modules = {"loop": loop, "sampling": sampling, "capture": capture, "rounds": rounds}
     plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))

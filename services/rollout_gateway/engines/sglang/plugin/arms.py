@@ -19,13 +19,18 @@ import numpy.typing as npt
 
 from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
 from paceline.errors import ConfigError
+from paceline.services.rollout_gateway.bandits import build_bandit
+from paceline.services.rollout_gateway.bandits.base import (
+    BanditSettings,
+    RoundOutcome,
+    Situation,
+    group_of,
+)
+from paceline.services.rollout_gateway.engines.requests.arms import check_arm, situation_of
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.speculators.kinds import SGLANG
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.bandits.base import BanditSettings, RoundOutcome, Situation, group_of
-from rollout_gateway.engines.requests.arms import check_arm, situation_of
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 
 def parse_arms(names: Sequence[str]) -> dict[str, ArmName]:

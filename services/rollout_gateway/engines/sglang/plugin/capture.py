@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from paceline.telemetry import get_logger
-from rollout_gateway.engines.nouns import RowLayout
-from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 
 _TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
 # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer

@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import FailedPrecondition
-from paceline.speculators.shift import shift_over
-from paceline.trajectory import Target, VersionSet
-from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineLoad,
@@ -27,15 +24,25 @@ from rollout_gateway.engines.nouns import (
     Withheld,
     missing,
 )
-from rollout_gateway.engines.requests.admission import check_capabilities
-from rollout_gateway.engines.requests.arms import check_arm
-from rollout_gateway.engines.requests.memory import check_held, check_idle, check_released
-from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
-from rollout_gateway.engines.worker.commands import answer
+from paceline.services.rollout_gateway.engines.requests.admission import check_capabilities
+from paceline.services.rollout_gateway.engines.requests.arms import check_arm
+from paceline.services.rollout_gateway.engines.requests.memory import (
+    check_held,
+    check_idle,
+    check_released,
+)
+from paceline.services.rollout_gateway.engines.sglang.plugin.requests import (
+    as_sglang_request,
+    cache_key,
+)
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from paceline.services.rollout_gateway.engines.worker.commands import answer
+from paceline.speculators.shift import shift_over
+from paceline.trajectory import Target, VersionSet
+from paceline.v1 import engine_pb2 as pb
 
 if TYPE_CHECKING:
-    from rollout_gateway.engines.sglang.plugin.process import Plugin
+    from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 
 
 def obey(plugin: Plugin, payload: bytes) -> None:

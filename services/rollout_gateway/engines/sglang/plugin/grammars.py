@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.requests.grammars import Allowed, GrammarMasks, forbid_
-from rollout_gateway.engines.requests.json_schema import GrammarFault
-from rollout_gateway.engines.requests.structures import Structure
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from paceline.services.rollout_gateway.engines.requests.grammars import (
+    Allowed,
+    GrammarMasks,
+    forbid_,
+)
+from paceline.services.rollout_gateway.engines.requests.json_schema import GrammarFault
+from paceline.services.rollout_gateway.engines.requests.structures import Structure
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 FAULT_BYTES = 1024
 """Of what is wrong with a grammar, told to the other ranks."""

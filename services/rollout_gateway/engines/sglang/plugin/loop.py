@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout_gateway.engines.nouns import Finish
-from rollout_gateway.engines.sglang.plugin.commands import obey
-from rollout_gateway.engines.sglang.plugin.process import Plugin
-from rollout_gateway.engines.sglang.plugin.runtimes import swapped
-from rollout_gateway.engines.sglang.plugin.tracked import RID_PREFIX
+from paceline.services.rollout_gateway.engines.nouns import Finish
+from paceline.services.rollout_gateway.engines.sglang.plugin.commands import obey
+from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import swapped
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import RID_PREFIX
 
 
 def received(plugin: Plugin, original: Callable[[Any], Any], receiver: Any) -> Any:

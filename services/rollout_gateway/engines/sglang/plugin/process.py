@@ -17,9 +17,7 @@ from paceline.local.heartbeat import answer_beats
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
-from paceline.trajectory import SpeculationStats, VersionSet
-from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.nouns import (
+from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -28,25 +26,30 @@ from rollout_gateway.engines.nouns import (
     PrefixStats,
     RowLayout,
 )
-from rollout_gateway.engines.requests.admission import Admission
-from rollout_gateway.engines.requests.device_peak import square_product_tflops
-from rollout_gateway.engines.requests.draws import DrawTable
-from rollout_gateway.engines.requests.penalties import Penalties
-from rollout_gateway.engines.requests.sequence import DrawnBy
-from rollout_gateway.engines.sglang.plugin import capture, check_hooks
-from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from rollout_gateway.engines.sglang.plugin.grammars import TreeGrammars, asks
-from rollout_gateway.engines.sglang.plugin.requests import cache_key
-from rollout_gateway.engines.sglang.plugin.sampling import PendingDraws, foreign_sampling
-from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
-from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
-from rollout_gateway.engines.sglang.rows import row_layout
-from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.peer import Peer
-from rollout_gateway.engines.worker.ring import RowRing
-from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, WorkerSpec
+from paceline.services.rollout_gateway.engines.requests.admission import Admission
+from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
+from paceline.services.rollout_gateway.engines.requests.draws import DrawTable
+from paceline.services.rollout_gateway.engines.requests.penalties import Penalties
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
+from paceline.services.rollout_gateway.engines.sglang.plugin import capture, check_hooks
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from paceline.services.rollout_gateway.engines.sglang.plugin.grammars import TreeGrammars, asks
+from paceline.services.rollout_gateway.engines.sglang.plugin.requests import cache_key
+from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
+    PendingDraws,
+    foreign_sampling,
+)
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
+from paceline.services.rollout_gateway.engines.sglang.plugin.weights import PluginWeights
+from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.peer import Peer
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
+from paceline.services.rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, WorkerSpec
+from paceline.trajectory import SpeculationStats, VersionSet
+from paceline.v1 import engine_pb2 as pb
 
 IDLE_MS = 1000
 """A sleeping scheduler looks at its parent and at its other sockets at least this often."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 
 def cache_key(versions: VersionSet) -> str:

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from paceline.arm_names import ArmName
-from paceline.speculators.kinds import SPECULATORS
-from rollout_gateway.engines.sglang.plugin.arms import (
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     ChosenArm,
     first_nodes,
     taken_tokens,
 )
-from rollout_gateway.engines.sglang.plugin.runtimes import (
+from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import (
     Runtimes,
     eagle_runtimes,
     ngram_runtimes,
     swapped,
 )
+from paceline.speculators.kinds import SPECULATORS
 
 RUNTIMES = "paceline_runtimes"
 """Attribute of a speculative worker: its Runtimes."""

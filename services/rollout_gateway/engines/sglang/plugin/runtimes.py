@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.arm_names import ArmName, TreeSize
 from paceline.errors import ConfigError
-from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 
 Slot = tuple[Any, str]
 """An object and the name of one of its attributes."""

@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from paceline.models.sampling import Draw, top_alternatives
-from rollout_gateway.engines.requests.sequence import DrawnBy
-from rollout_gateway.engines.requests.tree_paths import follow
-from rollout_gateway.engines.sampling import Sampling
-from rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
-from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
+from paceline.services.rollout_gateway.engines.requests.tree_paths import follow
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import (
+    Alternatives,
+    Drawn,
+    Tracked,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from paceline.arm_names import OFF
 from paceline.errors import InternalError
-from rollout_gateway.engines.nouns import Chunk, Finish, Request
-from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
 
 RID_PREFIX = "paceline-"
 Alternatives = tuple[tuple[int, float], ...]

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
+from paceline.services.rollout_gateway.engines.nouns import Capability, missing
+from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
+from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.speculators.shift import AcceptanceShift, read_shift
 from paceline.trajectory import Target, VersionSet
-from rollout_gateway.engines.nouns import Capability, missing
-from rollout_gateway.engines.requests.versions import PreparedVersions
-from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 VOCABULARY = ("d2t", "t2d")
 """Which tokens an EAGLE-3 drafter speaks of; SGLang reads them at its start only."""

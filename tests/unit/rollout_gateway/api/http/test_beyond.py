@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from paceline.errors import InvalidInput
-from rollout_gateway.api.http.anthropic.schema import MessagesBody
-from rollout_gateway.api.http.beyond import (
+from paceline.services.rollout_gateway.api.http.anthropic.schema import MessagesBody
+from paceline.services.rollout_gateway.api.http.beyond import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
@@ -21,13 +21,18 @@ from rollout_gateway.api.http.beyond import (
     TOKENS,
     UnknownField,
 )
-from rollout_gateway.api.http.bodies import judged, parse
-from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
-from rollout_gateway.api.http.openai.tokens import TokenizeBody
-from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.api.http.routes import OPERATIONS
-from rollout_gateway.api.http.sessions import CompleteBody, FailBody, OpenBody, RewardBody
-from rollout_gateway.api.http.shapes import OpenShape
+from paceline.services.rollout_gateway.api.http.bodies import judged, parse
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.api.http.openai.tokens import TokenizeBody
+from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.api.http.routes import OPERATIONS
+from paceline.services.rollout_gateway.api.http.sessions import (
+    CompleteBody,
+    FailBody,
+    OpenBody,
+    RewardBody,
+)
+from paceline.services.rollout_gateway.api.http.shapes import OpenShape
 
 TABLES = {
     ChatBody: CHAT,

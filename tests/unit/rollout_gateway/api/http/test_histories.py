@@ -8,12 +8,18 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.api.http.anthropic.answers import ContentBlocks
-from rollout_gateway.api.http.anthropic.schema import ConversationBody
-from rollout_gateway.api.http.bodies import parse
-from rollout_gateway.api.http.responses.answers import OutputItems
-from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.chat.messages import Delta, Message, ToolCall, ToolCallDelta, joined
+from paceline.services.rollout_gateway.api.http.anthropic.answers import ContentBlocks
+from paceline.services.rollout_gateway.api.http.anthropic.schema import ConversationBody
+from paceline.services.rollout_gateway.api.http.bodies import parse
+from paceline.services.rollout_gateway.api.http.responses.answers import OutputItems
+from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
+from paceline.services.rollout_gateway.chat.messages import (
+    Delta,
+    Message,
+    ToolCall,
+    ToolCallDelta,
+    joined,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)

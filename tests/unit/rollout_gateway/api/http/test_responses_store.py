@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_gateway.api.http.responses.store import PastResponses, UnknownResponse
-from rollout_gateway.chat.messages import Message
-from rollout_gateway.config import SessionsConfig
-from rollout_gateway.sessions.assignment import Assignment
-from rollout_gateway.sessions.session import Caller, Session
+from paceline.services.rollout_gateway.api.http.responses.store import (
+    PastResponses,
+    UnknownResponse,
+)
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.config import SessionsConfig
+from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.session import Caller, Session
 
 ANYBODY = Caller()
 SAID = (Message("user", "Hi"), Message("assistant", "x" * 1000))

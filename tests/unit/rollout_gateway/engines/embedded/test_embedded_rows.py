@@ -12,11 +12,11 @@ import pytest
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local.patience import patient
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_settings import engine_settings
+from paceline.services.rollout_gateway.engines.embedded.rows import layout_of_settings
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.speculators.kinds import drafter_directory
-from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engine_settings import engine_settings
-from rollout_gateway.engines.embedded.rows import layout_of_settings
-from rollout_gateway.engines.nouns import RowLayout
 
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}
 
@@ -106,7 +106,7 @@ def test_a_name_is_no_directory_even_where_one_of_that_name_lies(
 
 def test_the_gateway_learns_it_without_torch() -> None:
     code = (
-        "import pkgutil, sys; from rollout_gateway.engines import ENGINES\n"
+        "import pkgutil, sys; from paceline.services.rollout_gateway.engines import ENGINES\n"
         "pkgutil.resolve_name(ENGINES['embedded'].row_layout); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))

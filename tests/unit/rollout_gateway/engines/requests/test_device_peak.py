@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_gateway.engines.requests import device_peak
-from rollout_gateway.engines.requests.device_peak import square_product_tflops
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.testing.scripted.engine import build_scripted
-from rollout_gateway.testing.scripted.script import ScriptedSpec
+from paceline.services.rollout_gateway.engines.requests import device_peak
+from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 
 CPU = torch.device("cpu")
 

@@ -17,18 +17,18 @@ from random_models import save_random
 from transformers import PreTrainedModel
 
 from paceline.errors import InvalidInput
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
+from paceline.services.rollout_gateway.engines.requests.penalties import Penalties
+from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
+from paceline.services.rollout_gateway.engines.sampling import Sampling, check_sampling
+from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, PauseMode, Request
-from rollout_gateway.engines.requests.penalties import Penalties
-from rollout_gateway.engines.requests.sequence import DrawnBy, RunningSequence
-from rollout_gateway.engines.sampling import Sampling, check_sampling
-from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
-from rollout_gateway.engines.worker import wire
 
 VOCAB = 12
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5", "")

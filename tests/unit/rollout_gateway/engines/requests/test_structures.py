@@ -16,23 +16,27 @@ import torch
 
 from paceline.errors import InvalidInput
 from paceline.models.config import read_config
-from rollout_gateway.chat.parse import ChatParser
-from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.chat.tool_formats import (
+from paceline.services.rollout_gateway.chat.parse import ChatParser
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.chat.tool_formats import (
     TOOL_FORMATS,
     Offered,
     ToolGrammar,
     Vocabulary,
     tool_format,
 )
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, Finish, Request
-from rollout_gateway.engines.requests.grammars import GrammarMasks, forbid_
-from rollout_gateway.engines.requests.json_schema import MAX_SCHEMA_BYTES
-from rollout_gateway.engines.requests.sequence import RunningSequence
-from rollout_gateway.engines.requests.structures import MAX_CHOICES, Structure, structure_of
-from rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
+from paceline.services.rollout_gateway.engines.requests.grammars import GrammarMasks, forbid_
+from paceline.services.rollout_gateway.engines.requests.json_schema import MAX_SCHEMA_BYTES
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.structures import (
+    MAX_CHOICES,
+    Structure,
+    structure_of,
+)
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 DEMO = Path(__file__).parents[5] / "examples" / "demo"
 POLICY = DEMO / "policy_start"

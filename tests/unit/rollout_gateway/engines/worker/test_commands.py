@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import InvalidInput
+from paceline.services.rollout_gateway.calls.call import _refuse
+from paceline.services.rollout_gateway.engines.nouns import Chunk, Request
+from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, Sampling
+from paceline.services.rollout_gateway.engines.worker import wire
+from paceline.services.rollout_gateway.engines.worker.commands import answer
+from paceline.services.rollout_gateway.testing.scripted.engine import build_scripted
+from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.calls.call import _refuse
-from rollout_gateway.engines.nouns import Chunk, Request
-from rollout_gateway.engines.sampling import TOO_LONG, Sampling
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.commands import answer
-from rollout_gateway.testing.scripted.engine import build_scripted
-from rollout_gateway.testing.scripted.script import ScriptedSpec
 
 
 def test_an_error_with_a_reason_of_its_own_is_raised_as_what_it_is() -> None:

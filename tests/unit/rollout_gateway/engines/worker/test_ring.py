@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import DataLoss, InvalidInput
-from rollout_gateway.engines.worker.ring import RowRing
+from paceline.services.rollout_gateway.engines.worker.ring import RowRing
 
 
 def write(ring: RowRing, request_id: int, positions: list[int], version: int = 0) -> int:

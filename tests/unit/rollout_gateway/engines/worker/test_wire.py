@@ -12,8 +12,8 @@ from paceline.errors import (
     PacelineError,
     WeightsError,
 )
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.worker import wire
 
 
 @pytest.mark.parametrize(
