@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=above_zero(int), default=40, help="RL steps of a run")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of these")
     parser.add_argument(
+        "--arms", default=",".join(ARMS), help=f"of these; {OURS} and one more at least"
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-hindsight"), help="folder of the runs"
     )
     parser.add_argument(
@@ -69,17 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, workload by workload. Raises InvalidInput for a workload that is none."""
-    named = options.workloads.split(",")
+    """All runs, workload by workload. Raises InvalidInput for a workload or an arm that is none."""
+    named, arms = options.workloads.split(","), options.arms.split(",")
     if not set(named) <= set(WORKLOADS):
         raise InvalidInput("no such workload", seen=options.workloads, allowed=", ".join(WORKLOADS))
+    if OURS not in arms or len(arms) < 2 or not set(arms) <= set(ARMS):
+        allowed = f"{OURS} and one or more of {', '.join(arm for arm in ARMS if arm != OURS)}"
+        raise InvalidInput("arms", seen=options.arms, allowed=allowed)
     runs: dict[str, list[DemoRun]] = {}
     for name in named:
         out = (options.out / name).absolute()
         out.mkdir(parents=True, exist_ok=True)
         workload = WORKLOADS[name](out, options.steps)
         runs[name] = []
-        for arm in ARMS:
+        for arm in arms:
             made = await _one(out, workload, arm, options)
             say(f"{name}, {arm}: {statistics.median(made.all_rates):.0f} tokens/s")
             runs[name].append(made)

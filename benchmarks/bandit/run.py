@@ -182,7 +182,7 @@ def _bandit(kind: str, world: World, seed: int, *, primed: bool = False) -> Serv
 
 
 RIVALS: dict[str, Callable[[World, int], ServedBandit | AdaptiveSteps]] = {
-    "epsilon_greedy": lambda world, seed: _bandit("epsilon_greedy", world, seed),
+    "epsilon_greedy": lambda world, seed: _bandit("epsilon_greedy", world, seed, primed=True),
     "ucb": lambda world, seed: _bandit("ucb", world, seed),
     "thompson": lambda world, seed: _bandit("thompson", world, seed),
     "beg": lambda world, seed: _bandit("beg", world, seed),

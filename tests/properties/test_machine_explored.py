@@ -25,7 +25,7 @@ PROBED = replace(THREE, training_interval_steps=2, probe_enabled=True, probe_eve
 SERIAL = replace(THREE, serial_drafter=True)
 CHOOSY = {"dynamic_sampling_rounds": 1}
 SETTINGS = {
-    "sync": (replace(THREE, workers=2, train_during_push=True), 1),
+    "sync": (replace(THREE, workers=2, train_during_push=True), 0),
     "sync, no training during a push": (replace(THREE, workers=2), 0),
     "sync, two slots for the drafter": (TWO_SLOTS, 0),
     "sync, slots that join the drafter": (JOINING, 0),
@@ -50,7 +50,7 @@ SETTINGS = {
     "one_step_off, groups drawn again": (replace(APART, **ONE_OFF, **CHOOSY, workers=1), 0),
     "fully_async, groups drawn again": (
         replace(THREE, **ASYNC, **CHOOSY, workers=1, drafter_enabled=False),
-        1,
+        0,
     ),
     "fully_async, colocated": (replace(THREE, **ASYNC, drafter_enabled=False), 0),
     "fully_async, disaggregated": (replace(APART, **ASYNC, drafter_enabled=False), 0),
@@ -69,6 +69,10 @@ DEEPER = {
     "fully_async, colocated": (replace(THREE, **ASYNC, workers=1), 1),
     "fully_async, colocated, no drafter": (
         replace(THREE, **ASYNC, workers=2, drafter_enabled=False),
+        1,
+    ),
+    "fully_async, groups drawn again, one fault": (
+        replace(THREE, **ASYNC, **CHOOSY, workers=1, drafter_enabled=False),
         1,
     ),
     "fully_async, colocated, groups drawn again": (

@@ -91,10 +91,15 @@ async def test_an_echo_is_the_prompt_as_it_was_given_whole_and_streamed(model: S
     assert whole["text"] == "1+1=" + plain["text"]
     parts = await pieces(model, **body)
     assert "".join(part["text"] for part in parts) == whole["text"]
-    for name in ("tokens", "token_logprobs", "text_offset"):
-        streamed = [one for part in parts for one in part["logprobs"][name]]
-        assert streamed == pytest.approx(whole["logprobs"][name]) if name != "tokens" else True
-        assert len(streamed) == len(whole["logprobs"]["tokens"])
+    streamed = {
+        name: [one for part in parts for one in part["logprobs"][name]]
+        for name in ("tokens", "token_logprobs", "text_offset")
+    }
+    for name in ("tokens", "text_offset"):
+        assert streamed[name] == whole["logprobs"][name]
+    assert streamed["token_logprobs"][0] is whole["logprobs"]["token_logprobs"][0] is None
+    scores = whole["logprobs"]["token_logprobs"][1:]
+    assert streamed["token_logprobs"][1:] == pytest.approx(scores, abs=1e-4)
     assert whole["logprobs"]["tokens"][-6:] == plain["logprobs"]["tokens"]
 
 

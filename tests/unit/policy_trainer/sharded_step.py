@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,17 +137,23 @@ SAVING = {"compute_dtype": "bfloat16", "reshard_after_forward": True, "recompute
 
 
 def five_steps(
-    model: Path, out: Path, *, saving: bool = False, fused: bool = False, rank: int = 0
+    model: Path,
+    out: Path,
+    *,
+    modes: Sequence[str] = tuple(MODES),
+    saving: bool = False,
+    fused: bool = False,
+    rank: int = 0,
 ) -> None:
-    """Five steps in every mode on batches that all ranks know; rank 0 writes weights and losses."""
+    """Five steps in these modes on batches that all ranks know; rank 0 writes weights and losses."""
     everything: dict[str, torch.Tensor] = {}
     mesh = None
-    for name, given in MODES.items():
+    for name in modes:
         config = PolicyTrainerConfig.model_validate(
             {
                 "model": str(model),
                 "device": "cpu",
-                "algorithm": {"name": name, **given},
+                "algorithm": {"name": name, **MODES[name]},
                 "tokens_per_micro_batch": 192,
                 "row_tokens": 64,
                 "optimizer": {"lr": 1e-4, "fused": fused},

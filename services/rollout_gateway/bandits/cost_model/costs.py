@@ -145,7 +145,7 @@ class CostTable:
 
     def seconds(self, group: int, batch: int, context: int) -> list[float]:
         """Expected seconds [A] of a round of each arm; NaN for one that was never seen."""
-        table = self._table(batch, context)
+        table = self.measured(batch, context)
         if len(self._measured) < len(table):
             table = [
                 one if arm in self._measured else self._shapes[arm].at(batch)
@@ -188,7 +188,8 @@ class CostTable:
         doubt = DOUBT / math.sqrt(rounds + (PRIMED_ROUNDS if primed else 0.0) + 0.25)
         return Estimate(factor, math.exp(factor), math.exp(doubt + self._pace.hope(here.measured)))
 
-    def _table(self, batch: int, context: int) -> list[float]:
+    def measured(self, batch: int, context: int) -> list[float]:
+        """Seconds of the table [A], which no round corrects; NaN for an arm that it lacks."""
         key = (batch, context // CONTEXT_STEP)
         table = self._tables.get(key)
         if table is None:
@@ -214,7 +215,7 @@ class CostTable:
         index = self._arms[arm]
         here, known = self._corrections[group][index], self._estimate(group)[index].factor
         primed = index in self._measured
-        table = self._table(batch, context)[index] if primed else self._shapes[index].at(batch)
+        table = self.measured(batch, context)[index] if primed else self._shapes[index].at(batch)
         level = math.log(seconds / table) - self._pace.log
         if here.weight < 1.0:
             here.factor = level if math.isnan(known) else known

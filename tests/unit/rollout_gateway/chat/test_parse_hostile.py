@@ -117,8 +117,8 @@ def test_what_waits_to_be_read_stays_short(name: str, start: str, more: str) -> 
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
-def test_a_megabyte_of_the_beginnings_of_markers_comes_out_as_it_went_in(name: str) -> None:
-    for text in ("<" * 10**6, "[" * 10**6, "  \n<" * 250_000):
+def test_long_texts_of_the_beginnings_of_markers_come_out_as_they_went_in(name: str) -> None:
+    for text in ("<" * 200_000, "[" * 200_000, "  \n<" * 50_000):
         reader = parser(name)
         assert joined([reader.push(text), reader.finish()]) == Message("assistant", text)
 
