@@ -1,0 +1,128 @@
+"""Pushes versions one after the other, each as a delta to the last where that is less work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import grpc
+
+from paceline.errors import DataLoss, WeightsError
+from paceline.telemetry import get_logger
+from paceline.tensors import NamedTensor
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.chunks import cut_stream
+from paceline.weights.delta import (
+    DELTA_DAMAGED,
+    MOST_SHARE,
+    encode_delta,
+    sampled_share,
+)
+from paceline.weights.manifest import delta_manifest, layouts, target_name
+from paceline.weights.metrics import DELTAS_LEFT
+from paceline.weights.push import PushReport, push_deadline_s, push_stream, push_weights
+from paceline.weights.rebuild import DELTA_BASE
+
+MOST_BYTES = 1 / 16
+"""Share of the content that a delta may take; it is in memory as a whole."""
+_REASONS = {DELTA_BASE: "base", DELTA_DAMAGED: "damaged"}
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pushed:
+    manifest: Manifest
+    tensors: Sequence[NamedTensor]
+
+
+class WeightSender:
+    """Keeps, of each target, the tensors that it has pushed last, as long as they are the base of
+    the next: their bytes must stay as they are.
+
+    What the receiver then lacks it says, and the version goes whole: after an abort, after a
+    restart of either side, when the base has rotted.
+    """
+
+    def __init__(self, *, deltas: bool = True) -> None:
+        """Without `deltas` nothing is kept and every push is full."""
+        self._deltas = deltas
+        self._bases: dict[int, _Pushed] = {}
+
+    async def push(
+        self,
+        channel: grpc.aio.Channel,
+        manifest: Manifest,
+        tensors: Sequence[NamedTensor],
+        context: CommandContext,
+        *,
+        deadline_s: float | None = None,
+    ) -> PushReport:
+        """Pushes a version, announced as full by `manifest`. Called again after a failure it sends
+        only the rest. Raises as push_weights does.
+        """
+        started_s = time.monotonic()
+        deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
+        whole = _Pushed(manifest, tensors)
+        stream = await asyncio.to_thread(self._delta, whole)
+        encode_s = time.monotonic() - started_s
+        report = None
+        if stream is not None:
+            report = await self._push_delta(channel, whole, stream, context, deadline_s - encode_s)
+        if report is None:
+            left_s = deadline_s - (time.monotonic() - started_s)
+            report = await push_weights(channel, manifest, tensors, context, deadline_s=left_s)
+        if self._deltas:
+            self._bases[manifest.target] = whole
+        return replace(report, encode_s=encode_s, push_s=time.monotonic() - started_s)
+
+    def forget(self, target: int | None = None) -> None:
+        """Lets go of the base of a target, or of all: the next version goes whole."""
+        for one in [*self._bases] if target is None else [target]:
+            self._bases.pop(one, None)
+
+    def _delta(self, whole: _Pushed) -> bytes | None:
+        """What makes the version of its base; None where there is none, or a full push is less
+        work.
+        """
+        base = self._bases.get(whole.manifest.target)
+        if base is None or base.manifest.version == whole.manifest.version:
+            return None
+        if layouts(base.manifest) != layouts(whole.manifest):
+            return None
+        encoded = None
+        if sampled_share(base.tensors, whole.tensors) <= MOST_SHARE:
+            limit = int(whole.manifest.total_bytes * MOST_BYTES)
+            encoded = encode_delta(base.tensors, whole.tensors, limit=limit)
+        if encoded is None:
+            DELTAS_LEFT.record(target=target_name(whole.manifest.target), reason="changed")
+            return None
+        return encoded.stream
+
+    async def _push_delta(
+        self,
+        channel: grpc.aio.Channel,
+        whole: _Pushed,
+        stream: bytes,
+        context: CommandContext,
+        deadline_s: float,
+    ) -> PushReport | None:
+        """None when the receiver cannot make the version of it."""
+        manifest = delta_manifest(
+            whole.manifest, self._bases[whole.manifest.target].manifest, stream
+        )
+        cut = partial(cut_stream, manifest, stream)
+        try:
+            return await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
+        except (WeightsError, DataLoss) as error:
+            if error.reason not in _REASONS:
+                raise
+            name = target_name(manifest.target)
+            DELTAS_LEFT.record(target=name, reason=_REASONS[error.reason])
+            _log.warning(
+                "delta_refused", version=f"{name} version {manifest.version}", error=str(error)
+            )
+            return None
