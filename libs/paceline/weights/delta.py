@@ -41,7 +41,7 @@ MOST_SHARE = 0.05
 """Changed elements beyond which a full push is faster over loopback (docs/benchmarks.md)."""
 _GAP_BYTES = 4
 _LEVEL = 1  # the planes that carry something are close to random: more effort finds nothing
-_BLOCK = 1 << 15  # words of 8 bytes compared at a time: both sides and the flags stay in the cache
+_BLOCK = 1 << 16  # words of 8 bytes compared at a time: both sides and the flags stay in the cache
 _SAMPLE_ELEMENTS = 1 << 12
 _SAMPLE_EVERY = 1 << 19  # elements
 
@@ -142,7 +142,8 @@ def _encoded(piece: _Piece) -> tuple[int, bytes]:
     at, moved = _changed(piece.old, piece.new)
     if not at.size:
         return 0, b""
-    gaps = np.diff(at, prepend=-1) - 1
+    gaps = at.astype(np.uint32)
+    gaps[1:] -= gaps[:-1].copy() + 1
     bits = 8 * moved.itemsize
     signs = (moved.view(f"<i{moved.itemsize}") >> (bits - 1)).view(moved.dtype)
     zigzag = ((moved << 1) ^ signs) - 1  # nothing here moves by 0
@@ -160,9 +161,10 @@ def _changed(old: Words, new: Words) -> tuple[npt.NDArray[np.intp], Words]:
     wide_old, wide_new = old[:whole].view("<u8"), new[:whole].view("<u8")
     tail = np.flatnonzero(old[whole:] != new[whole:]) + whole
     places, moves = [tail], [new[tail] - old[tail]]
+    flags = np.empty(min(_BLOCK, wide_old.size), dtype=np.bool_)
     for start in reversed(range(0, wide_old.size, _BLOCK)):
         was, now = wide_old[start : start + _BLOCK], wide_new[start : start + _BLOCK]
-        words = np.flatnonzero(was != now)
+        words = np.flatnonzero(np.not_equal(was, now, out=flags[: was.size]))
         if words.size:
             before, after = (side.take(words).view(old.dtype) for side in (was, now))
             inner = np.flatnonzero(before != after)
@@ -230,9 +232,8 @@ def _applied(record: _Record) -> NamedTensor:
     if at[-1] >= words.size:
         raise _refused(f"index in {name} is out of range", at[-1], f"< {words.size} of the piece")
     size = _numbers(planes[_GAP_BYTES * count + signs :].reshape(-1, count), words.dtype)
-    up = np.unpackbits(planes[_GAP_BYTES * count :][:signs], count=count)
-    # Up by size + 1, or down, which is up by its complement plus 1.
-    values = words.take(at) + np.where(up, size + 1, ~size).astype(words.dtype)
+    up = np.unpackbits(planes[_GAP_BYTES * count :][:signs], count=count).astype(words.dtype)
+    values = words.take(at) + ((size ^ (up - 1)) + up)  # size + 1, or its negative: ~size
     words[at] = values
     return NamedTensor(name, record.tensor.dtype, (count,), values.view(np.uint8).data)
 
