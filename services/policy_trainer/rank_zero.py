@@ -60,7 +60,7 @@ class RankZero:
         self._config = config
         self._link = link
         self._runner = asyncio.Runner()
-        self._sender = WeightSender(deltas=config.publish_deltas)
+        self._sender = WeightSender(config.publish_deltas)
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))

@@ -118,7 +118,7 @@ async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_
     monkeypatch: pytest.MonkeyPatch,
     metric_reader: InMemoryMetricReader,
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     total = manifest_of(version(1), 1).total_bytes
 
     reports = [await push(sender, receiver, 1)]
@@ -160,7 +160,7 @@ async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_
 
 
 async def test_a_late_joiner_pulls_what_came_as_a_delta(start: Start) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     for number in (1, 2):
         await push(sender, receiver, number)
         await receiver.commit(number, number, 0)
@@ -170,7 +170,7 @@ async def test_a_late_joiner_pulls_what_came_as_a_delta(start: Start) -> None:
 
 
 async def test_a_restarted_receiver_takes_deltas_to_what_it_has_spooled(start: Start) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
     await receiver.commit(1, 1, 0)
     again = await start()
@@ -182,13 +182,13 @@ async def test_a_restarted_receiver_takes_deltas_to_what_it_has_spooled(start: S
 async def test_a_restarted_sender_finishes_whole_what_it_began_as_a_delta(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
     with monkeypatch.context() as patch:
         ends_after(patch, chunks=1)
         with pytest.raises(WeightsError, match="misses"):
             await push(sender, receiver, 2)
-    report = await push(WeightSender(), receiver, 2)
+    report = await push(WeightSender("always"), receiver, 2)
     total = manifest_of(version(2), 2).total_bytes
     assert (report.encoding, report.bytes, report.replaced) == ("full", total, False)
 
@@ -196,17 +196,17 @@ async def test_a_restarted_sender_finishes_whole_what_it_began_as_a_delta(
 async def test_a_version_that_came_as_a_delta_is_known_when_it_is_announced_whole(
     start: Start,
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     for number in (1, 2):
         await push(sender, receiver, number)
-    report = await push(WeightSender(), receiver, 2)
+    report = await push(WeightSender("always"), receiver, 2)
     assert (report.bytes, report.replaced) == (0, False)
 
 
 async def test_where_most_values_change_versions_go_whole(
     start: Start, metric_reader: InMemoryMetricReader
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
     given = [from_numpy(one.name, as_numpy(one) + 1, one.dtype) for one in version(1)]
     report = await sender.push(receiver.channel, manifest_of(given, 2), given, CONTEXT)
@@ -215,11 +215,23 @@ async def test_where_most_values_change_versions_go_whole(
     assert (left(reason="changed"), left()) == (1, 1)
 
 
+@pytest.mark.parametrize(("each_byte_s", "encoding"), [(1e-12, "sparse_delta"), (1.0, "full")])
+async def test_a_delta_is_made_where_it_takes_less_than_the_last_whole_push_took(
+    start: Start, monkeypatch: pytest.MonkeyPatch, each_byte_s: float, encoding: str
+) -> None:
+    monkeypatch.setattr("paceline.weights.sender.FIXED_S", 0.0)
+    monkeypatch.setattr("paceline.weights.sender.EACH_CHANGED_BYTE_S", 0.0)
+    monkeypatch.setattr("paceline.weights.sender.EACH_BYTE_S", each_byte_s)
+    receiver, sender = await start(), WeightSender("auto")
+    reports = [await push(sender, receiver, number) for number in (1, 2)]
+    assert [one.encoding for one in reports] == ["full", encoding]
+
+
 async def test_a_sender_without_deltas_keeps_nothing_and_pushes_whole(start: Start) -> None:
-    receiver, sender = await start(), WeightSender(deltas=False)
+    receiver, sender = await start(), WeightSender("never")
     for number in (1, 2):
         assert (await push(sender, receiver, number)).encoding == "full"
-    forgetful = WeightSender()
+    forgetful = WeightSender("always")
     await abort_version(receiver.channel, CONTEXT, P, 2)
     await push(forgetful, receiver, 1)
     forgetful.forget()
@@ -229,7 +241,7 @@ async def test_a_sender_without_deltas_keeps_nothing_and_pushes_whole(start: Sta
 async def test_a_base_that_has_rotted_is_blamed_and_the_version_goes_whole(
     start: Start, metric_reader: InMemoryMetricReader
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
     await receiver.commit(1, 1, 0)
     path = receiver.spool.path(P, 1) / "model.safetensors"
@@ -390,7 +402,7 @@ REFUSED: dict[str, tuple[Change, type[PacelineError], str, str]] = {
 async def test_a_delta_that_lies_is_refused_with_what_was_seen_and_what_serves_goes_on(
     start: Start, change: Change, kind: type[PacelineError], reason: str, words: str
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
     await receiver.commit(1, 1, 0)
     served, told = files(receiver.spool.path(P, 1)), list(receiver.hooks.told)
@@ -411,7 +423,7 @@ async def test_a_delta_that_lies_is_refused_with_what_was_seen_and_what_serves_g
 async def test_a_sender_whose_delta_is_refused_as_damaged_sends_the_version_whole(
     start: Start, monkeypatch: pytest.MonkeyPatch, metric_reader: InMemoryMetricReader
 ) -> None:
-    receiver, sender = await start(), WeightSender()
+    receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
 
     def wrong(*args: object, **options: object) -> EncodedDelta:

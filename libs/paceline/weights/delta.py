@@ -37,8 +37,8 @@ PIECE_ELEMENTS = 1 << 22
 """What one thread compares and compresses at a time; with it a receiver's memory for a record is
 bounded (12 bytes an element at most).
 """
-MOST_SHARE = 0.05
-"""Changed elements beyond which a full push is faster over loopback (docs/benchmarks.md)."""
+MOST_SHARE = 0.1
+"""Changed elements beyond which no delta is tried: it nears a sixteenth of the content's bytes."""
 _GAP_BYTES = 4
 _LEVEL = 1  # the planes that carry something are close to random: more effort finds nothing
 _BLOCK = 1 << 16  # words of 8 bytes compared at a time: both sides and the flags stay in the cache

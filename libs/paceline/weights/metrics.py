@@ -16,8 +16,9 @@ DELTAS_LEFT = Counter(
     "paceline.weights.deltas_left",
     "{version}",
     ("target", "reason"),
-    "versions that were pushed whole though the sender had a base: most values had `changed`, the "
-    "receiver did not hold the `base`, or what it made of the delta was `damaged`",
+    "versions that were pushed whole though the sender had a base: too much had `changed` for a "
+    "delta to be faster, the receiver did not hold the `base`, or what it made of the delta was "
+    "`damaged`",
 )
 
 VERSIONS_REPLACED = Counter(

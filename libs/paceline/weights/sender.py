@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import grpc
 
@@ -27,8 +28,13 @@ from paceline.weights.metrics import DELTAS_LEFT
 from paceline.weights.push import PushReport, push_deadline_s, push_stream, push_weights
 from paceline.weights.rebuild import DELTA_BASE
 
+Deltas = Literal["auto", "always", "never"]
 MOST_BYTES = 1 / 16
 """Share of the content that a delta may take; it is in memory as a whole."""
+FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.01, 0.5e-9, 16e-9
+"""What a delta takes beside its own bytes on the wire: to compare, copy and check all bytes of the
+content, and to encode and apply those of changed elements (2 cores; docs/benchmarks.md).
+"""
 _REASONS = {DELTA_BASE: "base", DELTA_DAMAGED: "damaged"}
 _log = get_logger(__name__)
 
@@ -39,6 +45,13 @@ class _Pushed:
     tensors: Sequence[NamedTensor]
 
 
+def delta_s(nbytes: int, share: float) -> float:
+    """Seconds that a delta to so many bytes takes but for its way, by the share of elements that
+    changed.
+    """
+    return FIXED_S + nbytes * (EACH_BYTE_S + share * EACH_CHANGED_BYTE_S)
+
+
 class WeightSender:
     """Keeps, of each target, the tensors that it has pushed last, as long as they are the base of
     the next: their bytes must stay as they are.
@@ -47,10 +60,13 @@ class WeightSender:
     restart of either side, when the base has rotted.
     """
 
-    def __init__(self, *, deltas: bool = True) -> None:
-        """Without `deltas` nothing is kept and every push is full."""
+    def __init__(self, deltas: Deltas = "auto") -> None:
+        """`auto`: a delta where it is less work than a full push, by how long the last of those
+        took; `always`: wherever there is a base; `never`: nothing is kept.
+        """
         self._deltas = deltas
         self._bases: dict[int, _Pushed] = {}
+        self._full_s: dict[int, float] = {}  # of a byte, as the last full push went
 
     async def push(
         self,
@@ -75,7 +91,9 @@ class WeightSender:
         if report is None:
             left_s = deadline_s - (time.monotonic() - started_s)
             report = await push_weights(channel, manifest, tensors, context, deadline_s=left_s)
-        if self._deltas:
+            if report.bytes:
+                self._full_s[manifest.target] = report.transfer_s / report.bytes
+        if self._deltas != "never":
             self._bases[manifest.target] = whole
         return replace(report, encode_s=encode_s, push_s=time.monotonic() - started_s)
 
@@ -94,13 +112,23 @@ class WeightSender:
         if layouts(base.manifest) != layouts(whole.manifest):
             return None
         encoded = None
-        if sampled_share(base.tensors, whole.tensors) <= MOST_SHARE:
+        if self._pays(whole.manifest, sampled_share(base.tensors, whole.tensors)):
             limit = int(whole.manifest.total_bytes * MOST_BYTES)
             encoded = encode_delta(base.tensors, whole.tensors, limit=limit)
         if encoded is None:
             DELTAS_LEFT.record(target=target_name(whole.manifest.target), reason="changed")
             return None
         return encoded.stream
+
+    def _pays(self, manifest: Manifest, share: float) -> bool:
+        """Whether a delta of so many changed elements is less work than a full push."""
+        if share > MOST_SHARE:
+            return False
+        full_s = self._full_s.get(manifest.target)
+        nbytes = manifest.total_bytes
+        return (
+            self._deltas == "always" or full_s is None or delta_s(nbytes, share) < full_s * nbytes
+        )
 
     async def _push_delta(
         self,
