@@ -83,11 +83,11 @@ class WeightSender:
         started_s = time.monotonic()
         deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
         whole = _Pushed(manifest, tensors)
-        stream = await asyncio.to_thread(self._delta, whole)
+        delta = await asyncio.to_thread(self._delta, whole)
         encode_s = time.monotonic() - started_s
         report = None
-        if stream is not None:
-            report = await self._push_delta(channel, whole, stream, context, deadline_s - encode_s)
+        if delta is not None:
+            report = await self._push_delta(channel, *delta, context, deadline_s - encode_s)
         if report is None:
             left_s = deadline_s - (time.monotonic() - started_s)
             report = await push_weights(channel, manifest, tensors, context, deadline_s=left_s)
@@ -102,10 +102,8 @@ class WeightSender:
         for one in [*self._bases] if target is None else [target]:
             self._bases.pop(one, None)
 
-    def _delta(self, whole: _Pushed) -> bytes | None:
-        """What makes the version of its base; None where there is none, or a full push is less
-        work.
-        """
+    def _delta(self, whole: _Pushed) -> tuple[Manifest, bytes] | None:
+        """Manifest and stream of a delta; None where there is no base, or a full push is less work."""
         base = self._bases.get(whole.manifest.target)
         if base is None or base.manifest.version == whole.manifest.version:
             return None
@@ -118,7 +116,7 @@ class WeightSender:
         if encoded is None:
             DELTAS_LEFT.record(target=target_name(whole.manifest.target), reason="changed")
             return None
-        return encoded.stream
+        return delta_manifest(whole.manifest, base.manifest, encoded.stream), encoded.stream
 
     def _pays(self, manifest: Manifest, share: float) -> bool:
         """Whether a delta of so many changed elements is less work than a full push."""
@@ -133,15 +131,12 @@ class WeightSender:
     async def _push_delta(
         self,
         channel: grpc.aio.Channel,
-        whole: _Pushed,
+        manifest: Manifest,
         stream: bytes,
         context: CommandContext,
         deadline_s: float,
     ) -> PushReport | None:
         """None when the receiver cannot make the version of it."""
-        manifest = delta_manifest(
-            whole.manifest, self._bases[whole.manifest.target].manifest, stream
-        )
         cut = partial(cut_stream, manifest, stream)
         try:
             return await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
