@@ -31,7 +31,7 @@ from paceline.weights.rebuild import DELTA_BASE
 Deltas = Literal["auto", "always", "never"]
 MOST_BYTES = 1 / 16
 """Share of the content that a delta may take; it is in memory as a whole."""
-FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.01, 0.5e-9, 16e-9
+FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.01, 0.5e-9, 20e-9
 """What a delta takes beside its own bytes on the wire: to compare, copy and check all bytes of the
 content, and to encode and apply those of changed elements (2 cores; docs/benchmarks.md).
 """
