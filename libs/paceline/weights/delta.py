@@ -159,20 +159,24 @@ def _changed(old: Words, new: Words) -> tuple[npt.NDArray[np.intp], Words]:
     shift = 3 - (old.dtype.itemsize.bit_length() - 1)  # a word of 8 bytes has 2 ** shift elements
     whole = old.size >> shift << shift
     wide_old, wide_new = old[:whole].view("<u8"), new[:whole].view("<u8")
-    tail = np.flatnonzero(old[whole:] != new[whole:]) + whole
-    places, moves = [tail], [new[tail] - old[tail]]
     flags = np.empty(min(_BLOCK, wide_old.size), dtype=np.bool_)
-    for start in reversed(range(0, wide_old.size, _BLOCK)):
+    places, olds, news = [], [], []
+    for start in range(0, wide_old.size, _BLOCK):
         was, now = wide_old[start : start + _BLOCK], wide_new[start : start + _BLOCK]
         words = np.flatnonzero(np.not_equal(was, now, out=flags[: was.size]))
         if words.size:
-            before, after = (side.take(words).view(old.dtype) for side in (was, now))
-            inner = np.flatnonzero(before != after)
-            places.append(
-                (words.take(inner >> shift) + start << shift) + (inner & (1 << shift) - 1)
-            )
-            moves.append(after.take(inner) - before.take(inner))
-    return np.concatenate(places[::-1]), np.concatenate(moves[::-1])
+            olds.append(was.take(words))  # while they are in the cache
+            news.append(now.take(words))
+            words += start
+            places.append(words)
+    tail = np.flatnonzero(old[whole:] != new[whole:]) + whole
+    if not places:
+        return tail, new[tail] - old[tail]
+    before, after = (np.concatenate(words).view(old.dtype) for words in (olds, news))
+    inner = np.flatnonzero(before != after)
+    at = (np.concatenate(places).take(inner >> shift) << shift) + (inner & (1 << shift) - 1)
+    moved = after.take(inner) - before.take(inner)
+    return np.concatenate([at, tail]), np.concatenate([moved, new[tail] - old[tail]])
 
 
 def _planes(numbers: npt.NDArray[Any], count: int = 0) -> Iterator[npt.NDArray[np.uint8]]:

@@ -103,7 +103,9 @@ class WeightSender:
             self._bases.pop(one, None)
 
     def _delta(self, whole: _Pushed) -> tuple[Manifest, bytes] | None:
-        """Manifest and stream of a delta; None where there is no base, or a full push is less work."""
+        """Manifest and stream of a delta; None where there is no base, or it is more work than a
+        full push.
+        """
         base = self._bases.get(whole.manifest.target)
         if base is None or base.manifest.version == whole.manifest.version:
             return None
