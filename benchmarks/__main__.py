@@ -16,6 +16,10 @@ BENCHES = {
         "benchmarks.transport",
         "weights and hidden rows beside a raw TCP copy",
     ),
+    "weights": (
+        "benchmarks.weights.run",
+        "full pushes and deltas of weights beside a copy in memory and a raw TCP copy",
+    ),
     "e2e": (
         "benchmarks.e2e",
         "whole demo runs with and without a drafter",

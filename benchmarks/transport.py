@@ -96,7 +96,7 @@ async def _compare_push(
     async with AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(child(RECEIVERS, "weights"))
         port = (await receiver.answer())["port"]
-        raw = await _raw_copy(stack, [tensor.view for tensor in tensors])
+        raw = await raw_copy(stack, [tensor.view for tensor in tensors])
         to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
         manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, tensors)
 
@@ -119,7 +119,7 @@ async def _compare_redis(
         receiver = await stack.enter_async_context(child(RECEIVERS, "redis", url))
         await receiver.answer()
         client = await stack.enter_async_context(connect(url))
-        raw = await _raw_copy(stack, [memoryview(payload)] * mib)
+        raw = await raw_copy(stack, [memoryview(payload)] * mib)
         stream = RedisStream(client, "paceline:{bench}:features")
         stack.push_async_callback(stream.close)
         await stream.create_group(GROUP)
@@ -150,10 +150,10 @@ async def _interleave(
     runs: tuple[list[TransferCost], list[TransferCost]] = ([], [])
     for look in range(looks):
         for _ in range(pairs + (0 if look else WARM_PAIRS)):
-            runs[0].append(await _measure(transfer, pids))
+            runs[0].append(await measure(transfer, pids))
             if forget is not None:
                 await forget()
-            runs[1].append(await _measure(*raw))
+            runs[1].append(await measure(*raw))
         kept = [side[WARM_PAIRS:] for side in runs]
         ratio = paired_ratio([one.wall_s for one in kept[1]], [one.wall_s for one in kept[0]])
         if ratio.resolved:
@@ -162,7 +162,7 @@ async def _interleave(
     return kept[0], kept[1], ratio
 
 
-async def _measure(transfer: Transfer, far: list[int]) -> TransferCost:
+async def measure(transfer: Transfer, far: list[int]) -> TransferCost:
     """One transfer between this process and the far ones."""
     meters = [Meter(pid) for pid in (os.getpid(), *far)]
     wall_s, spool_s, fan_out_s = await transfer()
@@ -172,7 +172,7 @@ async def _measure(transfer: Transfer, far: list[int]) -> TransferCost:
     return TransferCost(wall_s, cpu_s, sender.peak_rss_mib, peak_mib, spool_s, fan_out_s)
 
 
-async def _raw_copy(
+async def raw_copy(
     stack: AsyncExitStack, parts: Sequence[memoryview]
 ) -> tuple[Transfer, list[int]]:
     """A blocking sender of the same bytes in chunks of 1 MiB, from the announcement to the

@@ -125,6 +125,13 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""
+    publish_deltas: Literal["auto", "always", "never"] = "auto"
+    """Push what has changed since the version before in the place of all weights; receivers get the
+    same bits. `auto`: where that is faster, judged by the last whole push; `always`: where at most
+    a tenth has changed, for networks whose bytes count; `never`. But for `never` rank 0 keeps that
+    version: a file without a name, as large as the published weights, beside the one of the version
+    that is pushed.
+    """
     push_head: bool = True
     """Also push embed_tokens and lm_head to the drafter trainer."""
     max_staleness: int | None = Field(default=None, ge=0)

@@ -62,7 +62,10 @@ TOKENS_PER_SECOND = Gauge(
     "tokens of the last step's batch, those of prompts too, by the seconds of its training",
 )
 PUSHED_BYTES = Counter(
-    "paceline.policy.pushed_bytes", "By", (), "of versions that went to the gateway"
+    "paceline.policy.pushed_bytes",
+    "By",
+    ("encoding",),
+    "of versions that went to the gateway, `full` or as a `sparse_delta` to the one before",
 )
 CHECKPOINT_TIME = Histogram(
     "paceline.policy.checkpoint_time",

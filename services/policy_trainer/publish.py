@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest, Manifest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import PushReport, build_manifest, pull_weights, push_weights
+from paceline.weights import PushReport, WeightSender, build_manifest, pull_weights
 from paceline.weights.assembly import allocate_on_disk
 from paceline.weights.push import push_deadline_s
 
@@ -51,16 +51,17 @@ def gather_publication(
     weights: Iterable[tuple[str, Tensor]],
     shapes: Mapping[str, Sequence[int]],
     config: PolicyTrainerConfig,
+    make_room: Callable[[], None] | None = None,
 ) -> Publication | None:
     """Serving-type tensors of the sharded weights, which come in the order of `shapes`, on rank 0;
     None on the others. Collective.
 
     They lie in a file without a name, so that rank 0 holds no more in memory than a piece. Raises
-    ResourceExhausted on all ranks where that finds no room.
+    ResourceExhausted on all ranks where that finds no room, nor after `make_room` on rank 0.
     """
     dtype = getattr(torch, config.publish_dtype)
     layouts = [TensorLayout(name, _NAMES[dtype], tuple(shape)) for name, shape in shapes.items()]
-    buffer = _buffer_of_rank_zero(sum(one.nbytes for one in layouts), config)
+    buffer = _buffer_of_rank_zero(sum(one.nbytes for one in layouts), config, make_room)
     tensors, offset = {}, 0
     for (name, weight), layout in zip(weights, layouts, strict=True):
         assert name == layout.name, f"{name} comes in the place of {layout.name}"
@@ -74,16 +75,31 @@ def gather_publication(
     return _publication(version, tensors) if buffer is not None else None
 
 
-def _buffer_of_rank_zero(nbytes: int, config: PolicyTrainerConfig) -> memoryview | None:
+def _buffer_of_rank_zero(
+    nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
+) -> memoryview | None:
     buffer, fault = None, ""
     if dist.get_rank() == 0:
         try:
-            buffer = allocate_on_disk(nbytes, config.checkpoints_dir)
+            buffer = _buffer(nbytes, config, make_room)
         except ResourceExhausted as error:
             fault = str(error)
     if fault := from_rank_zero(fault):
         raise ResourceExhausted(f"no room for what is published: {fault}", seen=nbytes)
     return buffer
+
+
+def _buffer(
+    nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
+) -> memoryview:
+    try:
+        return allocate_on_disk(nbytes, config.checkpoints_dir)
+    except ResourceExhausted as error:
+        if make_room is None:
+            raise
+        _log.warning("room_made_for_publication", error=str(error))
+    make_room()
+    return allocate_on_disk(nbytes, config.checkpoints_dir)
 
 
 def _publication(version: int, tensors: Mapping[str, NamedTensor]) -> Publication:
@@ -93,28 +109,35 @@ def _publication(version: int, tensors: Mapping[str, NamedTensor]) -> Publicatio
 
 
 async def push(
-    publication: Publication, config: PolicyTrainerConfig, context: CommandContext
+    publication: Publication,
+    config: PolicyTrainerConfig,
+    context: CommandContext,
+    sender: WeightSender,
 ) -> PushReport:
     """Prepares the version at the gateway and, at the same time, its head at the drafter trainer if
-    that is there: without the head it learns nothing from this version's rows.
+    that is there: without the head it learns nothing from this version's rows. `sender` is the same
+    for all versions; it keeps a publication until the next is pushed.
 
     The report is the gateway's; its push_s covers the slower of the two. Raises the gateway's
     PacelineErrors.
     """
     started_s = time.monotonic()
-    head = asyncio.create_task(_push_head(publication, config, context))
+    head = asyncio.create_task(_push_head(publication, config, context, sender))
     try:
         manifest = _manifest(WEIGHT_TARGET_POLICY, publication, publication.policy)
         async with channel(config.addresses.gateway, config.security) as peer:
             await wait_ready(peer, _CONNECT_S)
-            report = await push_weights(peer, manifest, publication.policy, context)
+            report = await sender.push(peer, manifest, publication.policy, context)
     finally:
         await head
     return replace(report, push_s=time.monotonic() - started_s)
 
 
 async def _push_head(
-    publication: Publication, config: PolicyTrainerConfig, context: CommandContext
+    publication: Publication,
+    config: PolicyTrainerConfig,
+    context: CommandContext,
+    sender: WeightSender,
 ) -> None:
     """Nothing where the drafter trainer does not answer: a step never fails because of it."""
     if not config.push_head:
@@ -125,8 +148,9 @@ async def _push_head(
             stub: Any = WeightServiceStub(peer)
             with rpc_errors():  # one that hangs costs this deadline, not a push's
                 await stub.GetVersions(GetVersionsRequest(), timeout=patient(_CONNECT_S))
-            await push_weights(peer, manifest, publication.head, context)
+            await sender.push(peer, manifest, publication.head, context)
     except PacelineError as error:
+        sender.forget(WEIGHT_TARGET_POLICY_HEAD)  # it would keep a version that nobody else needs
         HEADS_LEFT_OUT.record()
         _log.warning("head_not_pushed", version=publication.version, error=str(error))
 

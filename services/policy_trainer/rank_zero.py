@@ -48,6 +48,7 @@ from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, link_current, names, span
 from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
+from paceline.weights import WeightSender
 
 _log = get_logger(__name__)
 
@@ -59,6 +60,7 @@ class RankZero:
         self._config = config
         self._link = link
         self._runner = asyncio.Runner()
+        self._sender = WeightSender(config.publish_deltas)
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
@@ -154,6 +156,10 @@ class RankZero:
         except PacelineError as error:
             self.failed(command.command_id, error)
 
+    def forget_pushed(self) -> None:
+        """Gives the room of the version that was pushed last back; the next goes whole."""
+        self._sender.forget()
+
     def release(self, through_step: int) -> None:
         """Acknowledges the entries of steps that are safe, forgets their records, and compacts the
         ledger behind them.
@@ -219,10 +225,10 @@ class RankZero:
     async def _push(self, command: Train, progress: Progress, publication: Publication) -> None:
         parent = extract(command.sender.carrier)
         with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
-            report = await push(publication, self._config, command.sender.context())
+            report = await push(publication, self._config, command.sender.context(), self._sender)
             current.set_attribute(names.BYTES, report.bytes)
             PART_TIME.record(report.push_s, part="publish")
-            PUSHED_BYTES.record(report.bytes)
+            PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
         if report.replaced:
             _log.warning("version_replaced", version=progress.policy_version)
 

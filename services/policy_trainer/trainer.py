@@ -208,8 +208,9 @@ class PolicyTrainer:
         """
         weights, shapes = self.learner.published(), self.learner.shapes()
         try:
+            make_room = self.zero.forget_pushed if self.zero else None
             return True, gather_publication(
-                self.progress.policy_version, weights, shapes, self.config
+                self.progress.policy_version, weights, shapes, self.config, make_room
             )
         except ResourceExhausted as error:
             if self.zero:

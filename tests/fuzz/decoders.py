@@ -64,6 +64,7 @@ from paceline.v1 import coordinator_pb2 as cpb
 from paceline.v1 import engine_pb2 as epb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
+from paceline.weights.delta import apply_delta, encode_delta
 from paceline.weights.manifest import build_manifest, check_manifest, layouts
 from paceline.weights.wire import PushChunk, decode_push, encode_push
 
@@ -152,6 +153,11 @@ def through_pipe(raw: bytes) -> object:
     finally:
         own._reader.close()
         own._writer.close()
+
+
+def weight_delta(raw: bytes) -> object:
+    content = memoryview(bytearray(OLDER.view))
+    return list(apply_delta(raw, [NamedTensor("w", OLDER.dtype, OLDER.shape, content)]))
 
 
 def manifest(found: wpb.Manifest) -> object:
@@ -369,6 +375,10 @@ SNAPSHOT = Snapshot(
     *({"0": (KnownGroup(0, "s0.t0", 2),)}, (0, 1.5)),
 )
 MANIFEST = build_manifest(epb.WEIGHT_TARGET_POLICY, 1, [TENSOR])
+OLDER = NamedTensor(TENSOR.name, TENSOR.dtype, TENSOR.shape, bytes(len(TENSOR.view)))
+DELTA = encode_delta([OLDER], [TENSOR], limit=1 << 20)
+assert DELTA is not None
+assert DELTA.changed
 
 DECODERS: dict[str, Decoder] = {
     "safetensors": Decoder((bytes(encode_safetensors([TENSOR])),), decode_safetensors),
@@ -376,6 +386,7 @@ DECODERS: dict[str, Decoder] = {
         (encode_push(PushChunk(1, 2, 3, 4, memoryview(b"data"), tpb.CommandContext(run_id="r"))),),
         decode_push,
     ),
+    "weight deltas": Decoder((DELTA.stream,), weight_delta),
     "weight manifests": Decoder((MANIFEST.SerializeToString(),), message(wpb.Manifest, manifest)),
     "trajectories": Decoder(
         (entry_bytes(*encode_trajectory(TRAJECTORY)),), lambda raw: entry(raw, decode_trajectory)

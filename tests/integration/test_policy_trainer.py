@@ -22,6 +22,7 @@ import pytest
 import torch
 from redis.asyncio import Redis
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_tensors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.processes import running
@@ -294,6 +295,28 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(
     assert np.array_equal(
         loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"]
     )
+
+
+async def test_a_policy_that_moves_little_is_pushed_as_a_delta_bit_for_bit(world: World) -> None:
+    settings = {"publish_dtype": "bfloat16", "publish_deltas": "always", "optimizer.lr": 1e-6}
+    await world.start(ranks=1, **settings)
+    sent = []
+    for step in (0, 1):
+        await world.append(step, step)
+        sent.append((await world.step(step, step))[-1].bytes)
+        await world.commit(step + 1)
+    assert 0 < sent[1] < sent[0] / 16
+    await world.stop()
+    checkpoint = world.directory / "checkpoints" / "policy" / "step-2"
+    exported = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
+    first, second = (
+        load_tensors(world.spools["gateway"].path(1, version) / "model.safetensors")
+        for version in (1, 2)
+    )
+    assert all(torch.equal(second[name], exported[name]) for name in second)
+    assert any(not torch.equal(second[name], first[name]) for name in second)
+    head = load_tensors(world.spools["drafter"].path(3, 2) / "model.safetensors")
+    assert torch.equal(head["lm_head.weight"], exported["lm_head.weight"])
 
 
 async def test_a_step_whose_groups_are_all_left_out_moves_nothing_and_loses_nothing(

@@ -7,19 +7,28 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 from counted import counted
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from integration.weight_receivers import (
+    CHUNK,
+    CONTEXT,
+    D,
+    P,
+    Start,
+    manifest_of,
+    receivers,
+    send,
+    tensors,
+    wanted,
+)
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from safetensors.numpy import load_file
 
-from paceline.config import SecurityConfig
 from paceline.errors import (
     DataLoss,
     InvalidInput,
@@ -29,165 +38,31 @@ from paceline.errors import (
     WeightsError,
 )
 from paceline.local.patience import patient
-from paceline.rpc import EpochGuard, Server, channel, rpc_errors
-from paceline.tensors import NamedTensor, from_numpy
+from paceline.rpc import rpc_errors
+from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import (
     PAUSE_MODE_IN_PLACE,
-    WEIGHT_TARGET_DRAFTER,
-    WEIGHT_TARGET_POLICY,
     WEIGHT_TARGET_POLICY_HEAD,
 )
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import (
     SERVICE_NAME,
-    Spool,
-    WeightServicer,
     abort_version,
-    add_weight_service,
-    build_manifest,
-    commit_versions,
     pull_weights,
     push_weights,
 )
-from paceline.weights.manifest import content_hash, cut_chunks
+from paceline.weights.chunks import content_hash, cut_chunks
 from paceline.weights.push import DAMAGED_TRIES
 from paceline.weights.wire import PushChunk, encode_push
-
-P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
-CONTEXT = CommandContext(run_id="local", step=1, epoch=3)
-CHUNK = 4096
-
-
-@dataclass
-class Recorder:
-    """Hooks that remember what they were told, and fail on demand."""
-
-    told: list[tuple[object, ...]] = field(default_factory=list)
-    fail: set[str] = field(default_factory=set)
-    loading: asyncio.Event = field(default_factory=asyncio.Event)
-    may_load: asyncio.Event = field(default_factory=lambda: _set(asyncio.Event()))
-
-    async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        self.loading.set()
-        await asyncio.wait_for(self.may_load.wait(), patient(10))
-        self._note("prepared", target, version, path.name)
-
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
-        self._note("commit", versions, mode)
-
-    async def on_abort(self, target: int, version: int) -> None:
-        self._note("abort", target, version)
-
-    def _note(self, what: str, *facts: object) -> None:
-        if what in self.fail:
-            raise Unavailable(f"{what} fails")
-        self.told.append((what, *facts))
-
-
-def _set(event: asyncio.Event) -> asyncio.Event:
-    event.set()
-    return event
-
-
-@dataclass
-class Receiver:
-    """One running receiver and a channel to it."""
-
-    channel: grpc.aio.Channel
-    hooks: Recorder
-    spool: Spool
-    servicer: WeightServicer
-
-    async def push(self, target: int, version: int, seed: int | None = None) -> list[NamedTensor]:
-        given = tensors(version if seed is None else seed)
-        await push_weights(
-            self.channel, manifest_of(given, target, version), given, CONTEXT, deadline_s=10
-        )
-        return given
-
-    async def commit(self, seq: int, policy: int, drafter: int) -> VersionSet:
-        return await commit_versions(
-            self.channel, CONTEXT, VersionSet(seq, policy, drafter), deadline_s=10
-        )
-
-
-Start = Callable[..., Awaitable[Receiver]]
 
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    servers: list[Server] = []
-    channels: list[grpc.aio.Channel] = []
-
-    async def start_one(**options: object) -> Receiver:
-        hooks, spool = Recorder(), Spool(tmp_path / "spool")
-        servicer = WeightServicer(spool, EpochGuard(SecurityConfig()), hooks, **options)
-        server = Server("127.0.0.1:0", SecurityConfig())
-        server.add(add_weight_service, servicer, SERVICE_NAME)
-        port = await server.start()
-        servers.append(server)
-        channels.append(channel(f"127.0.0.1:{port}", SecurityConfig()))
-        return Receiver(channels[-1], hooks, spool, servicer)
-
-    yield start_one
-    for one in channels:
-        await one.close()
-    for server in servers:
-        await server.stop(0)
-
-
-def tensors(seed: int) -> list[NamedTensor]:
-    """Three tensors; their borders fall inside chunks."""
-    rng = np.random.default_rng(seed)
-    return [
-        from_numpy("a", rng.standard_normal((50, 33)).astype(np.float32)),
-        from_numpy("b", rng.standard_normal((5, 7, 11)).astype(np.float16)),
-        from_numpy("c", rng.standard_normal(9000)),
-    ]
-
-
-def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manifest:
-    return build_manifest(
-        target, version, given, chunk_bytes=CHUNK, metadata={"speculator": "eagle"}
-    )
-
-
-async def send(
-    to: grpc.aio.Channel,
-    given: list[NamedTensor],
-    manifest: pb.Manifest,
-    indices: list[int],
-    spoil: Callable[[PushChunk], PushChunk] = lambda chunk: chunk,
-) -> pb.PushResponse:
-    """Prepare and a push of our own making."""
-    stub = WeightServiceStub(to)
-    push = to.stream_unary(
-        f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
-    )
-
-    async def messages() -> AsyncIterator[bytes]:
-        first: CommandContext | None = CONTEXT
-        for index, data in cut_chunks(manifest, given, indices):
-            crc = zlib.crc32(data)
-            chunk = PushChunk(manifest.target, manifest.version, index, crc, data, first)
-            yield encode_push(spoil(chunk))
-            first = None
-
-    with rpc_errors():
-        await stub.Prepare(
-            pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=patient(10)
-        )
-        return await push(messages(), timeout=patient(10))
-
-
-async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareResponse:
-    with rpc_errors():
-        return await WeightServiceStub(to).Prepare(
-            pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=patient(10)
-        )
+    async with receivers(tmp_path) as start_one:
+        yield start_one
 
 
 async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(start: Start) -> None:
@@ -707,18 +582,6 @@ async def test_a_half_pushed_version_below_the_serving_one_takes_no_place(start:
     await receiver.push(P, 4)
     with pytest.raises(WeightsError, match="only grow"):
         await wanted(receiver.channel, half)
-
-
-async def test_sparse_delta_is_refused(start: Start) -> None:
-    receiver = await start()
-    manifest = manifest_of(tensors(1), P, 1)
-    manifest.encoding = pb.WEIGHT_ENCODING_SPARSE_DELTA
-    with pytest.raises(InvalidInput) as refusal:
-        await wanted(receiver.channel, manifest)
-    assert (refusal.value.seen, refusal.value.allowed) == (
-        "WEIGHT_ENCODING_SPARSE_DELTA",
-        "WEIGHT_ENCODING_FULL",
-    )
 
 
 async def test_restarted_receiver_commits_what_was_spooled(start: Start) -> None:

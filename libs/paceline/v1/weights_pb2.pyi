@@ -19,21 +19,33 @@ WEIGHT_ENCODING_FULL: WeightEncoding
 WEIGHT_ENCODING_SPARSE_DELTA: WeightEncoding
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "offset", "nbytes")
+    __slots__ = ("name", "dtype", "shape", "offset", "nbytes", "crc32")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     nbytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    crc32: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
+
+class SparseDelta(_message.Message):
+    __slots__ = ("nbytes", "stream_hash", "base_hash")
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_HASH_FIELD_NUMBER: _ClassVar[int]
+    BASE_HASH_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    stream_hash: str
+    base_hash: str
+    def __init__(self, nbytes: _Optional[int] = ..., stream_hash: _Optional[str] = ..., base_hash: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("target", "version", "tensors", "total_bytes", "chunk_bytes", "encoding", "base_version", "lm_head_hash", "metadata", "content_hash")
+    __slots__ = ("target", "version", "tensors", "total_bytes", "chunk_bytes", "encoding", "base_version", "lm_head_hash", "metadata", "content_hash", "delta")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +63,7 @@ class Manifest(_message.Message):
     LM_HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     target: _engine_pb2.WeightTarget
     version: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -61,7 +74,8 @@ class Manifest(_message.Message):
     lm_head_hash: str
     metadata: _containers.ScalarMap[str, str]
     content_hash: str
-    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., encoding: _Optional[_Union[WeightEncoding, str]] = ..., base_version: _Optional[int] = ..., lm_head_hash: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., content_hash: _Optional[str] = ...) -> None: ...
+    delta: SparseDelta
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., encoding: _Optional[_Union[WeightEncoding, str]] = ..., base_version: _Optional[int] = ..., lm_head_hash: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., content_hash: _Optional[str] = ..., delta: _Optional[_Union[SparseDelta, _Mapping]] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("context", "manifest")
@@ -98,16 +112,18 @@ class PushRequest(_message.Message):
     def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., chunk_index: _Optional[int] = ..., crc32: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("bytes_received", "receive_s", "spool_s", "fan_out_s")
+    __slots__ = ("bytes_received", "receive_s", "spool_s", "fan_out_s", "apply_s")
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
     SPOOL_S_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_S_FIELD_NUMBER: _ClassVar[int]
+    APPLY_S_FIELD_NUMBER: _ClassVar[int]
     bytes_received: int
     receive_s: float
     spool_s: float
     fan_out_s: float
-    def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ...) -> None: ...
+    apply_s: float
+    def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ..., apply_s: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("context", "versions", "mode", "leased_workers")

@@ -7,6 +7,7 @@ from paceline.weights.manifest import ACCEPTANCE, CONFIG, build_manifest
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.reception import WeightHooks
+from paceline.weights.sender import WeightSender
 from paceline.weights.service import SERVICE_NAME, add_weight_service
 from paceline.weights.servicer import WeightServicer
 from paceline.weights.spool import Spool
@@ -18,6 +19,7 @@ __all__ = [
     "PushReport",
     "Spool",
     "WeightHooks",
+    "WeightSender",
     "WeightServicer",
     "abort_version",
     "add_weight_service",

@@ -15,29 +15,23 @@ from pathlib import Path
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
-from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.manifest import (
-    check_finite,
-    check_manifest,
-    chunk_count,
-    chunk_span,
-    content_hash,
-    target_name,
-)
+from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
+from paceline.weights.chunks import chunk_count, chunk_span, content_hash, stream_bytes
+from paceline.weights.manifest import check_finite, check_manifest, target_name, views
 from paceline.weights.wire import PushChunk
 from paceline.whole_files import writing
 
 
 class Assembly:
-    """A buffer of total_bytes and the checksum of each chunk received; writes are idempotent by
-    chunk.
+    """A buffer of the stream's bytes and the checksum of each chunk received; writes are idempotent
+    by chunk.
     """
 
     def __init__(self, manifest: Manifest, max_bytes: int, directory: Path | None = None) -> None:
         """`directory`: where the buffer lies as a file; None has it in memory."""
         check_manifest(manifest, max_bytes=max_bytes)
         self.manifest = manifest
-        size = manifest.total_bytes
+        size = stream_bytes(manifest)
         self.buffer = allocate(size) if directory is None else allocate_on_disk(size, directory)
         self._checksums: list[int | None] = [None] * chunk_count(manifest)
         self._missing = len(self._checksums)
@@ -57,6 +51,11 @@ class Assembly:
             if self.started_s is not None and self.finished_s is not None
             else 0.0
         )
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the stream stands for the content, and is not it."""
+        return self.manifest.encoding == WEIGHT_ENCODING_SPARSE_DELTA
 
     def missing(self) -> list[int]:
         """Indices of the chunks not yet here."""
@@ -98,31 +97,20 @@ class Assembly:
             self.finished_s = time.monotonic()
 
     def check_content(self) -> None:
-        """Raises DataLoss when the chunks are not the content that the manifest names, WeightsError
-        when a number is not finite.
+        """Raises DataLoss when the chunks are not the content, or the delta, that the manifest
+        names; WeightsError when a number of a full push is not finite.
         """
-        if (
-            self.manifest.content_hash
-            and (seen := content_hash(self._known())) != self.manifest.content_hash
-        ):
-            raise DataLoss(
-                "chunks are not the manifest's content",
-                seen=seen,
-                allowed=self.manifest.content_hash,
-            )
-        check_finite(self.tensors())
+        manifest = self.manifest
+        allowed = manifest.delta.stream_hash if self.is_delta else manifest.content_hash
+        if allowed and (seen := content_hash(self._known())) != allowed:
+            what = "delta" if self.is_delta else "content"
+            raise DataLoss(f"chunks are not the manifest's {what}", seen=seen, allowed=allowed)
+        if not self.is_delta:
+            check_finite(self.tensors())
 
     def tensors(self) -> list[NamedTensor]:
-        """Views of the buffer, in stream order."""
-        return [
-            NamedTensor(
-                spec.name,
-                spec.dtype,
-                tuple(spec.shape),
-                self.buffer[spec.offset : spec.offset + spec.nbytes],
-            )
-            for spec in self.manifest.tensors
-        ]
+        """Views of the buffer of a full push, in order."""
+        return views(self.manifest, self.buffer)
 
     def _known(self) -> Iterator[int]:
         return (checksum for checksum in self._checksums if checksum is not None)

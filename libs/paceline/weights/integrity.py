@@ -17,7 +17,8 @@ from google.protobuf import json_format
 from paceline.errors import DataLoss, InvalidInput
 from paceline.tensors import safetensors_header
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.manifest import DOCUMENTS, check_manifest, content_hash, layouts
+from paceline.weights.chunks import content_hash
+from paceline.weights.manifest import DOCUMENTS, check_manifest, layouts
 
 TENSORS, MANIFEST = "model.safetensors", "manifest.json"
 

@@ -1,11 +1,10 @@
-"""What a version consists of: building, checking and cutting a manifest.
+"""What a version consists of: building and checking a manifest.
 
-Owns the stream's layout; no transport.
+Owns the content's layout; no transport.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from paceline.errors import InvalidInput, WeightsError
 from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite
 from paceline.v1.engine_pb2 import WeightTarget
-from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, WeightEncoding
+from paceline.v1.weights_pb2 import (
+    WEIGHT_ENCODING_FULL,
+    WEIGHT_ENCODING_SPARSE_DELTA,
+    Manifest,
+    SparseDelta,
+    TensorSpec,
+    WeightEncoding,
+)
+from paceline.weights.chunks import checksums_of, chunk_count, content_hash, cut_stream
+
+ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
+"""Word of each encoding that is received, used in reports and metrics."""
 
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
 """Word of each WeightTarget, used in messages and directory names."""
@@ -62,11 +72,35 @@ def build_manifest(
         total_bytes=sum(tensor.layout.nbytes for tensor in tensors),
     )
     check_manifest(manifest, max_bytes=manifest.total_bytes)
-    checksums = (
-        zlib.crc32(data) for _, data in cut_chunks(manifest, tensors, range(chunk_count(manifest)))
-    )
-    manifest.content_hash = content_hash(checksums)
+    checksums = checksums_of(manifest, tensors)
+    manifest.content_hash = checksums.content_hash
+    for spec, checksum in zip(manifest.tensors, checksums.tensors, strict=True):
+        spec.crc32 = checksum
     return manifest
+
+
+def delta_manifest(whole: Manifest, base: Manifest, stream: bytes) -> Manifest:
+    """The same version as `whole`, announced as a delta against `base`; both are full."""
+    manifest = Manifest()
+    manifest.CopyFrom(whole)
+    manifest.encoding = WEIGHT_ENCODING_SPARSE_DELTA
+    manifest.base_version = base.version
+    manifest.delta.CopyFrom(SparseDelta(nbytes=len(stream), base_hash=base.content_hash))
+    chunks = cut_stream(manifest, stream, range(chunk_count(manifest)))
+    manifest.delta.stream_hash = content_hash(zlib.crc32(data) for _, data in chunks)
+    return manifest
+
+
+def whole_of(manifest: Manifest) -> Manifest:
+    """The version as a full push announces it, and the spool keeps it."""
+    if manifest.encoding == WEIGHT_ENCODING_FULL:
+        return manifest
+    whole = Manifest()
+    whole.CopyFrom(manifest)
+    whole.encoding = WEIGHT_ENCODING_FULL
+    whole.ClearField("base_version")
+    whole.ClearField("delta")
+    return whole
 
 
 def _specs(tensors: Iterable[NamedTensor]) -> Iterator[TensorSpec]:
@@ -92,11 +126,6 @@ def check_finite(tensors: Iterable[NamedTensor]) -> None:
             )
 
 
-def content_hash(checksums: Iterator[int]) -> str:
-    """Name of the content: sha256 over the chunks' CRC-32, each a little-endian u32, hex."""
-    return hashlib.sha256(b"".join(crc.to_bytes(4, "little") for crc in checksums)).hexdigest()
-
-
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
     """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or
     overlap, documents that are JSON objects of at most MAX_DOCUMENT_BYTES.
@@ -105,11 +134,10 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
     for key in DOCUMENTS:
         if key in manifest.metadata:
             _check_document(key, manifest.metadata[key])
-    if manifest.encoding != WEIGHT_ENCODING_FULL:
+    if manifest.encoding not in ENCODING_NAMES:
         seen = _encoding_name(manifest.encoding)
-        raise InvalidInput(
-            "this receiver takes full pushes only", seen=seen, allowed="WEIGHT_ENCODING_FULL"
-        )
+        allowed = ", ".join(map(WeightEncoding.Name, ENCODING_NAMES))
+        raise InvalidInput("encoding of a push is unknown", seen=seen, allowed=allowed)
 
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         allowed = f"{MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
@@ -123,6 +151,35 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
         )
 
     _check_tensors(manifest)
+    _check_delta(manifest)
+
+
+def _check_delta(manifest: Manifest) -> None:
+    """Raises InvalidInput unless a delta says what it needs, and a full push nothing of it."""
+    is_delta = manifest.encoding == WEIGHT_ENCODING_SPARSE_DELTA
+    delta = manifest.delta
+    if is_delta != manifest.HasField("delta") or (manifest.base_version and not is_delta):
+        raise InvalidInput(
+            "a base and a delta stand in the manifest of a delta, and in no other",
+            seen=f"{_encoding_name(manifest.encoding)} on version {manifest.base_version}",
+            allowed="all or nothing",
+        )
+    if not is_delta:
+        return
+    if manifest.base_version == manifest.version:
+        raise InvalidInput("a delta is its own base", seen=manifest.version, allowed="another")
+    if not 0 < delta.nbytes <= manifest.total_bytes:
+        raise InvalidInput(
+            "nbytes of a delta is out of range",
+            seen=delta.nbytes,
+            allowed=f"1 to {manifest.total_bytes}",
+        )
+    if not (manifest.content_hash and delta.stream_hash and delta.base_hash):
+        raise InvalidInput(
+            "a delta names its content, its stream and its base",
+            seen=(manifest.content_hash, delta.stream_hash, delta.base_hash),
+            allowed="three hashes",
+        )
 
 
 def _check_tensors(manifest: Manifest) -> None:
@@ -176,63 +233,22 @@ def _check_document(key: str, text: str) -> None:
         )
 
 
+def views(manifest: Manifest, content: memoryview) -> list[NamedTensor]:
+    """The tensors as views of the whole content, in order."""
+    return [
+        NamedTensor(
+            spec.name,
+            spec.dtype,
+            tuple(spec.shape),
+            content[spec.offset : spec.offset + spec.nbytes],
+        )
+        for spec in manifest.tensors
+    ]
+
+
 def layouts(manifest: Manifest) -> list[TensorLayout]:
     """Tensors of the stream, in order, without bytes."""
     return [TensorLayout(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]
-
-
-def chunk_count(manifest: Manifest) -> int:
-    """Number of chunks of the stream."""
-    return int(-(-manifest.total_bytes // manifest.chunk_bytes))
-
-
-def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
-    """Byte range of chunk `index`; InvalidInput when there is none."""
-    if not 0 <= index < chunk_count(manifest):
-        raise InvalidInput(
-            "chunk index is out of range", seen=index, allowed=f"0 to {chunk_count(manifest) - 1}"
-        )
-    start = index * manifest.chunk_bytes
-    return start, min(start + manifest.chunk_bytes, manifest.total_bytes)
-
-
-def cut_chunks(
-    manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Sequence[int]
-) -> Iterator[tuple[int, memoryview]]:
-    """(index, bytes) of each wanted chunk; a view where the chunk lies within one tensor, else a
-    joined copy.
-
-    `wanted` ascends. Raises InvalidInput when the tensors are not those of the manifest.
-    """
-    described = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]
-    given = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    if described != given:
-        odd = next(
-            (pair for pair in zip(given, described, strict=False) if pair[0] != pair[1]),
-            (len(given), len(described)),
-        )
-        raise InvalidInput("tensors are not those of the manifest", seen=odd[0], allowed=odd[1])
-
-    first = 0
-    for index in wanted:
-        start, end = chunk_span(manifest, index)
-        while manifest.tensors[first].offset + manifest.tensors[first].nbytes <= start:
-            first += 1
-        yield index, _slice(manifest, tensors, first, start, end)
-
-
-def _slice(
-    manifest: Manifest, tensors: Sequence[NamedTensor], first: int, start: int, end: int
-) -> memoryview:
-    """Bytes [start, end) of the stream; tensor `first` holds byte `start`."""
-    parts = []
-    while start < end:
-        offset = manifest.tensors[first].offset
-        part = tensors[first].view[start - offset : end - offset]
-        parts.append(part)
-        start += len(part)
-        first += 1
-    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
 def _encoding_name(encoding: int) -> str:

@@ -1,10 +1,25 @@
-"""Metrics of receivers of weights. `make docs` writes them into docs/metrics.md."""
+"""Metrics of senders and receivers of weights. `make docs` writes them into docs/metrics.md."""
 
 from __future__ import annotations
 
 from paceline.telemetry.metrics import Counter
 
 TARGET = ("target",)
+
+RECEIVED_BYTES = Counter(
+    "paceline.weights.received_bytes",
+    "By",
+    ("target", "encoding"),
+    "of pushed versions that arrived: `full` ones, or as a `sparse_delta` to the version before",
+)
+DELTAS_LEFT = Counter(
+    "paceline.weights.deltas_left",
+    "{version}",
+    ("target", "reason"),
+    "versions that were pushed whole though the sender had a base: too much had `changed` for a "
+    "delta to be faster, the receiver did not hold the `base`, or what it made of the delta was "
+    "`damaged`",
+)
 
 VERSIONS_REPLACED = Counter(
     "paceline.weights.versions_replaced",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,7 +24,9 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights.manifest import cut_chunks
+from paceline.weights.chunks import cut_chunks
+from paceline.weights.delta import DELTA_DAMAGED
+from paceline.weights.manifest import ENCODING_NAMES
 from paceline.weights.service import SERVICE_NAME
 from paceline.weights.wire import PushChunk, encode_push
 
@@ -34,6 +37,8 @@ together).
 """
 COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
+Cut = Callable[[Iterable[int]], Iterable[tuple[int, memoryview]]]
+"""(index, bytes) of each chunk that is wanted, in ascending order."""
 _log = get_logger(__name__)
 
 
@@ -48,6 +53,9 @@ class PushReport:
     receive_s: float = 0.0  # receiver: first chunk to all checksums verified in memory
     spool_s: float = 0.0  # receiver: writing the spool
     fan_out_s: float = 0.0  # receiver: loading on its workers
+    encoding: str = "full"  # or sparse_delta
+    encode_s: float = 0.0  # making the delta, or finding that it is not worth it
+    apply_s: float = 0.0  # receiver: making the content of base and delta, checked
     replaced: bool = False  # receiver: other content of this version, which did not serve, is gone
 
     @property
@@ -69,8 +77,26 @@ async def push_weights(
     *,
     deadline_s: float | None = None,
 ) -> PushReport:
-    """Sends the chunks the receiver wants; called again after a failure it sends only the rest.
-    What was damaged on its way is sent again, DAMAGED_TRIES times in all.
+    """Pushes a version whole: sends the chunks the receiver wants; called again after a failure it
+    sends only the rest.
+
+    Raises as push_stream does.
+    """
+    return await push_stream(
+        channel, manifest, partial(cut_chunks, manifest, tensors), context, deadline_s=deadline_s
+    )
+
+
+async def push_stream(
+    channel: grpc.aio.Channel,
+    manifest: pb.Manifest,
+    cut: Cut,
+    context: CommandContext,
+    *,
+    deadline_s: float | None = None,
+) -> PushReport:
+    """Pushes what `cut` cuts. What was damaged on its way is sent again, DAMAGED_TRIES times in
+    all; a delta that the receiver cannot apply is not.
 
     Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
     ResourceExhausted, Unavailable, DeadlineExceeded.
@@ -79,9 +105,9 @@ async def push_weights(
     deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
     for tries_left in reversed(range(DAMAGED_TRIES)):
         try:
-            return await _push(channel, manifest, tensors, context, started_s, deadline_s)
+            return await _push(channel, manifest, cut, context, started_s, deadline_s)
         except DataLoss as error:
-            if not tries_left:
+            if not tries_left or error.reason == DELTA_DAMAGED:
                 raise
             _log.warning("damaged on its way, sent again", error=str(error))
     raise AssertionError("the last try returns or raises")
@@ -90,7 +116,7 @@ async def push_weights(
 async def _push(
     channel: grpc.aio.Channel,
     manifest: pb.Manifest,
-    tensors: Sequence[NamedTensor],
+    cut: Cut,
     context: CommandContext,
     started_s: float,
     deadline_s: float,
@@ -99,12 +125,13 @@ async def _push(
         stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
         request = pb.PrepareRequest(context=context, manifest=manifest)
         wanted = await stub.Prepare(request, timeout=deadline_s - (time.monotonic() - started_s))
+        encoding = ENCODING_NAMES[manifest.encoding]
         if wanted.complete:
-            return PushReport(bytes=0, push_s=time.monotonic() - started_s)
+            return PushReport(0, time.monotonic() - started_s, encoding=encoding)
         push: Any = channel.stream_unary(
             f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
         )
-        chunks = _messages(manifest, tensors, wanted.wanted_chunks, context)
+        chunks = _messages(manifest, cut(wanted.wanted_chunks), context)
         response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
 
     return PushReport(
@@ -114,17 +141,18 @@ async def _push(
         spool_s=response.spool_s,
         fan_out_s=response.fan_out_s,
         replaced=wanted.replaced,
+        encoding=encoding,
+        apply_s=response.apply_s,
     )
 
 
 async def _messages(
     manifest: pb.Manifest,
-    tensors: Sequence[NamedTensor],
-    wanted: Sequence[int],
+    chunks: Iterable[tuple[int, memoryview]],
     context: CommandContext,
 ) -> AsyncIterator[bytes]:
     first: CommandContext | None = context
-    for index, data in cut_chunks(manifest, tensors, wanted):
+    for index, data in chunks:
         yield encode_push(
             PushChunk(manifest.target, manifest.version, index, zlib.crc32(data), data, first)
         )

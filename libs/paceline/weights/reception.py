@@ -18,8 +18,9 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.weights.assembly import Assembly
 from paceline.weights.committed_sets import Part, part_version
-from paceline.weights.manifest import target_name
+from paceline.weights.manifest import target_name, whole_of
 from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
+from paceline.weights.rebuild import check_base, rebuilt
 from paceline.weights.spool import Spool
 
 _log = get_logger(__name__)
@@ -75,7 +76,10 @@ class Reception:
         return self._spool.serving or VersionSet()
 
     async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
-        """The chunks still wanted of a version, whose buffer is there."""
+        """The chunks still wanted of a version, whose buffer is there.
+
+        Raises WeightsError with reason DELTA_BASE for a delta whose base is not here.
+        """
         part = (manifest.target, manifest.version)
         async with self._writer:
             assembly = self._receiving.get(part)
@@ -88,6 +92,8 @@ class Reception:
                 return pb.PrepareResponse(complete=True)
             if assembly is None:
                 self._admit(part)
+                if manifest.encoding == pb.WEIGHT_ENCODING_SPARSE_DELTA:
+                    await asyncio.to_thread(check_base, self._spool, manifest)
                 assembly = self._receiving[part] = Assembly(manifest, self._max_bytes)
             return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
 
@@ -113,15 +119,17 @@ class Reception:
                 raise WeightsError(
                     f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on"
                 )
-            await self._check_content(part, assembly)
+            apply_started_s = time.monotonic()
+            content = await self._content(part, assembly)
             spool_started_s = time.monotonic()
-            await asyncio.to_thread(self._spool.write, assembly.manifest, assembly.buffer)
+            await asyncio.to_thread(self._spool.write, whole_of(assembly.manifest), content)
             del self._receiving[part]
             load_started_s = time.monotonic()
             await self._load(part, written=True)
             return pb.PushResponse(
                 bytes_received=received,
                 receive_s=assembly.receive_s,
+                apply_s=spool_started_s - apply_started_s if assembly.is_delta else 0.0,
                 spool_s=load_started_s - spool_started_s,
                 fan_out_s=time.monotonic() - load_started_s,
             )
@@ -167,8 +175,10 @@ class Reception:
         """
         part = (manifest.target, manifest.version)
         assembly = self._receiving.get(part)
-        known = assembly.manifest if assembly else self._spool.manifest(*part)
-        if known is None or known == manifest:
+        known = whole_of(assembly.manifest) if assembly else self._spool.manifest(*part)
+        if known is None or known == whole_of(manifest):
+            if assembly is not None and assembly.manifest != manifest:
+                del self._receiving[part]  # the same content travels in another encoding now
             return False
         if assembly is None and part not in self._spool.prepared:
             raise WeightsError(
@@ -209,9 +219,13 @@ class Reception:
                 "too many versions are in flight", seen=seen, allowed=f"{MAX_IN_FLIGHT} a target"
             )
 
-    async def _check_content(self, part: Part, assembly: Assembly) -> None:
+    async def _content(self, part: Part, assembly: Assembly) -> memoryview:
+        """The whole content of a version that is complete."""
         try:
             await asyncio.to_thread(assembly.check_content)
+            if not assembly.is_delta:
+                return assembly.buffer
+            return await asyncio.to_thread(rebuilt, self._spool, assembly.manifest, assembly.buffer)
         except (DataLoss, WeightsError) as error:
             del self._receiving[part]  # no later chunk could repair it
             VERSIONS_REFUSED.record(target=target_name(part[0]))

@@ -20,8 +20,10 @@ from paceline.v1.engine_pb2 import (
 )
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
+from paceline.weights.chunks import chunk_count
 from paceline.weights.committed_sets import Part, part_version
-from paceline.weights.manifest import check_manifest, chunk_count, target_name
+from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name
+from paceline.weights.metrics import RECEIVED_BYTES
 from paceline.weights.reception import Reception, WeightHooks
 from paceline.weights.spool import Spool
 from paceline.weights.wire import PushChunk
@@ -83,27 +85,34 @@ class WeightServicer(WeightServiceServicer):
         part: Part | None = None
         assembly: Assembly | None = None
         received = 0
-        async for chunk in request_iterator:
-            if part is None:
-                if chunk.context is None:
+        try:
+            async for chunk in request_iterator:
+                if part is None:
+                    self._check_first(chunk)
+                    part = (chunk.target, chunk.version)
+                elif part != (chunk.target, chunk.version):
                     raise InvalidInput(
-                        "the first chunk of a push carries no context",
-                        seen="absent",
-                        allowed="present",
+                        "a push moves one version", seen=(chunk.target, chunk.version), allowed=part
                     )
-                self._guard.check(chunk.context, _track_of(chunk.target))
-                part = (chunk.target, chunk.version)
-            elif part != (chunk.target, chunk.version):
-                raise InvalidInput(
-                    "a push moves one version", seen=(chunk.target, chunk.version), allowed=part
-                )
-            assembly = self.reception.receiving(part, assembly)
-            assembly.place(chunk)
-            received += len(chunk.data)
+                assembly = self.reception.receiving(part, assembly)
+                assembly.place(chunk)
+                received += len(chunk.data)
+        finally:
+            if assembly is not None:
+                encoding = ENCODING_NAMES[assembly.manifest.encoding]
+                target = target_name(assembly.manifest.target)
+                RECEIVED_BYTES.record(received, target=target, encoding=encoding)
 
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._whole(self.reception.finish(part, received))
+
+    def _check_first(self, chunk: PushChunk) -> None:
+        if chunk.context is None:
+            raise InvalidInput(
+                "the first chunk of a push carries no context", seen="absent", allowed="present"
+            )
+        self._guard.check(chunk.context, _track_of(chunk.target))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Serves a set: workers first, then versions.json; the serving set again is answered

@@ -10,9 +10,11 @@ the new one. The epochs.json beside them is the receiver's (paceline.rpc.epochs)
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -21,6 +23,7 @@ from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted,
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.chunks import chunk_span
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.integrity import (
     MANIFEST,
@@ -30,17 +33,13 @@ from paceline.weights.integrity import (
     header_of,
     read_manifest,
 )
-from paceline.weights.manifest import (
-    DOCUMENTS,
-    TARGET_NAMES,
-    check_manifest,
-    chunk_span,
-    target_name,
-)
+from paceline.weights.manifest import DOCUMENTS, TARGET_NAMES, check_manifest, target_name
 from paceline.weights.metrics import VERSIONS_DAMAGED
+from paceline.weights.threads import in_threads
 from paceline.whole_files import TEMPORARY, sync_path, write_synced, writing
 
 _log = get_logger(__name__)
+_READ_BYTES = 16 << 20
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
 _TARGETS = {name: target for target, name in TARGET_NAMES.items()}
 
@@ -143,14 +142,24 @@ class Spool:
     def read_chunk(self, manifest: Manifest, index: int) -> bytes:
         """Bytes of one chunk of a spooled version. Raises DataLoss when the file ends before it."""
         start, end = chunk_span(manifest, index)
-        path = self.path(manifest.target, manifest.version) / "model.safetensors"
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            file.seek(8 + header + start)
-            data = file.read(end - start)
-        if len(data) != end - start:
-            raise DataLoss(f"{path} ends inside chunk {index}", seen=len(data), allowed=end - start)
-        return data
+        data = bytearray(end - start)
+        path = self.path(manifest.target, manifest.version) / TENSORS
+        with path.open("rb", buffering=0) as file:
+            if (read := _read_at(file, start, memoryview(data))) != len(data):
+                raise DataLoss(f"{path} ends inside chunk {index}", seen=read, allowed=len(data))
+        return bytes(data)
+
+    def read_content(self, target: int, version: int, content: memoryview) -> None:
+        """Fills `content`, which is as long, with that of a spooled version. Raises NotFound,
+        DataLoss when the file ends before.
+        """
+        path = self.path(target, version) / TENSORS
+        with path.open("rb", buffering=0) as file:
+            starts = range(0, len(content), _READ_BYTES)
+            pieces = ((start, content[start : start + _READ_BYTES]) for start in starts)
+            read = sum(in_threads(lambda piece: _read_at(file, *piece), pieces))
+        if read != len(content):
+            raise DataLoss(f"{path} ends before its content", seen=read, allowed=len(content))
 
     def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
         """Writes one version durably and returns its directory; the same version again replaces
@@ -248,3 +257,12 @@ class Spool:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _read_at(file: FileIO, start: int, into: memoryview) -> int:
+    """Reads the tensors' bytes from `start` on, several threads at a time; returns how many."""
+    offset = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little") + start
+    done = 0
+    while done < len(into) and (read := os.preadv(file.fileno(), [into[done:]], offset + done)):
+        done += read
+    return done

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer import publishing_ranks
 from unit.policy_trainer.publishing_ranks import PIECE
 
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, ResourceExhausted
+from paceline.services.policy_trainer import publish
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.publish import check_same_model
 from paceline.tensors import NamedTensor
 
@@ -99,3 +101,28 @@ def test_weights_of_another_model_are_not_taken() -> None:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_publication_that_finds_no_room_takes_that_of_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, full = [], [True]
+
+    def allocate(nbytes: int, directory: Path) -> memoryview:
+        if full[0]:
+            raise ResourceExhausted("no space left", seen=nbytes)
+        return memoryview(bytearray(nbytes))
+
+    def make_room() -> None:
+        made.append(1)
+        full[0] = False
+
+    monkeypatch.setattr(publish, "allocate_on_disk", allocate)
+    config = PolicyTrainerConfig.model_validate({"run": {"dir": str(tmp_path)}})
+    with pytest.raises(ResourceExhausted, match="no space left"):
+        publish._buffer(8, config, None)
+    assert len(publish._buffer(8, config, make_room)) == 8
+    full[0] = True
+    with pytest.raises(ResourceExhausted, match="no space left"):
+        publish._buffer(8, config, lambda: made.append(2))
+    assert made == [1, 2]

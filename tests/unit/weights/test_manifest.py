@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from hashlib import sha256
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,9 +14,10 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidInput
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
-from paceline.v1.weights_pb2 import Manifest, TensorSpec
+from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec
 from paceline.weights import build_manifest
-from paceline.weights.manifest import check_manifest, chunk_count, chunk_span, cut_chunks
+from paceline.weights.chunks import chunk_count, chunk_span, cut_chunks
+from paceline.weights.manifest import check_manifest, delta_manifest, whole_of
 
 CHUNK = 4096
 
@@ -42,8 +46,25 @@ def test_content_hash_tells_contents_apart_that_share_all_shapes() -> None:
     tensor = NamedTensor("t0", "U8", (5000,), bytes(5000))
     other = build_manifest(WEIGHT_TARGET_POLICY, 1, [tensor], chunk_bytes=CHUNK)
     assert other.content_hash != one.content_hash
-    other.content_hash = one.content_hash
+    other.content_hash, other.tensors[0].crc32 = one.content_hash, one.tensors[0].crc32
     assert other == one
+
+
+@given(st.lists(st.integers(0, 9000), min_size=1, max_size=6).filter(any))
+def test_checksums_are_those_of_chunks_and_of_the_parts_of_each_tensor(sizes: list[int]) -> None:
+    manifest, _, stream = built(sizes)
+    cut = [zlib.crc32(stream[at : at + CHUNK]) for at in range(0, len(stream), CHUNK)]
+    assert manifest.content_hash == sha256(b"".join(map(u32, cut))).hexdigest()
+    for spec in manifest.tensors:
+        end = spec.offset + spec.nbytes
+        cuts = [at for at in range(0, len(stream), CHUNK) if spec.offset < at < end]
+        borders = list(pairwise([spec.offset, *cuts, end])) if spec.nbytes else []
+        parts = b"".join(u32(zlib.crc32(stream[begin:stop])) for begin, stop in borders)
+        assert spec.crc32 == zlib.crc32(parts)
+
+
+def u32(number: int) -> bytes:
+    return number.to_bytes(4, "little")
 
 
 def spoil(change: Callable[[Manifest], object]) -> Manifest:
@@ -56,7 +77,8 @@ def spoil(change: Callable[[Manifest], object]) -> Manifest:
     ("change", "words"),
     [
         (lambda one: one.ClearField("target"), "target"),
-        (lambda one: one.ClearField("encoding"), "full pushes"),
+        (lambda one: one.ClearField("encoding"), "encoding of a push is unknown"),
+        (lambda one: setattr(one, "encoding", 3), "seen: 3; allowed: WEIGHT_ENCODING_FULL, WEIGHT"),
         (lambda one: setattr(one, "chunk_bytes", 100), "chunk_bytes"),
         (lambda one: setattr(one, "total_bytes", 5301), "sum of the tensors"),
         (lambda one: setattr(one, "total_bytes", 10**9), "total_bytes"),
@@ -79,6 +101,54 @@ def test_manifest_that_cannot_be_received_is_refused(
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
         check_manifest(spoil(change), max_bytes=1 << 20)
+
+
+def spoil_delta(change: Callable[[Manifest], object]) -> Manifest:
+    base, _, _ = built([5000, 300])
+    whole, _, _ = built([5000, 300])
+    whole.version = 2
+    manifest = delta_manifest(whole, base, b"delta")
+    change(manifest)
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: one.ClearField("delta"), "a base and a delta stand"),
+        (lambda one: setattr(one, "encoding", WEIGHT_ENCODING_FULL), "a base and a delta stand"),
+        (lambda one: setattr(one, "base_version", 2), "its own base; seen: 2"),
+        (lambda one: setattr(one.delta, "nbytes", 0), "seen: 0; allowed: 1 to 5300"),
+        (lambda one: setattr(one.delta, "nbytes", 5301), "seen: 5301; allowed: 1 to 5300"),
+        (lambda one: setattr(one, "content_hash", ""), "a delta names its content"),
+        (lambda one: one.delta.ClearField("stream_hash"), "a delta names its content"),
+        (lambda one: one.delta.ClearField("base_hash"), "a delta names its content"),
+        (lambda one: setattr(one.tensors[1], "nbytes", 299), "nbytes of t1"),
+        (lambda one: setattr(one.tensors[1], "dtype", "F128"), "dtype"),
+        (lambda one: setattr(one, "total_bytes", 10**9), "total_bytes"),
+    ],
+)
+def test_manifest_of_a_delta_that_cannot_be_received_is_refused(
+    change: Callable[[Manifest], object], words: str
+) -> None:
+    check_manifest(spoil_delta(lambda _: None), max_bytes=1 << 20)
+    with pytest.raises(InvalidInput, match=words):
+        check_manifest(spoil_delta(change), max_bytes=1 << 20)
+
+
+def test_a_full_push_that_names_a_base_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="FULL on version 3"):
+        check_manifest(spoil(lambda one: setattr(one, "base_version", 3)), max_bytes=1 << 20)
+
+
+def test_a_delta_stands_for_the_version_that_a_full_push_announces() -> None:
+    base, _, _ = built([5000, 300])
+    whole, _, _ = built([5000, 300])
+    whole.version = 2
+    delta = delta_manifest(whole, base, b"delta")
+    assert (chunk_count(delta), chunk_span(delta, 0)) == (1, (0, 5))
+    assert whole_of(delta) == whole
+    assert whole_of(whole) is whole
 
 
 def test_chunk_beyond_the_end_and_foreign_tensors_are_refused() -> None:

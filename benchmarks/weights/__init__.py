@@ -1,0 +1,1 @@
+"""Full pushes and deltas of weights."""
