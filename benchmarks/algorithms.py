@@ -23,7 +23,7 @@ from paceline.errors import InvalidInput
 from paceline.report.charts import Series, running_mean
 
 _NAME, _OWN = "policy_trainer.algorithm.name", "policy_trainer.algorithm"
-_INT8 = (f"{_NAME}=grpo", "gateway.engine.embedded.quantize=int8")
+_INT8 = (f"{_NAME}=grpo", "gateway.engine.embedded.profile=int8")
 
 
 def _late(lag: int) -> tuple[str, str]:

@@ -126,10 +126,10 @@ def _check_correction(gateway: Any, policy: Any) -> None:
     """
     engine = gateway.engine
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
-    if engine.kind == "embedded" and engine.embedded.quantize:
+    if engine.kind == "embedded" and engine.embedded.profile:
         drawn, settings = (
-            engine.embedded.quantize,
-            [f"gateway.engine.embedded.quantize={engine.embedded.quantize}"],
+            engine.embedded.profile,
+            [f"gateway.engine.embedded.profile={engine.embedded.profile}"],
         )
     elif policy.publish_dtype != "float32":
         drawn, settings = (

@@ -217,8 +217,8 @@ def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_ha
 COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),
-    ("gateway.engine.embedded.quantize=int8",),
-    ("gateway.engine.embedded.quantize=int8", "policy_trainer.compute_dtype=bfloat16"),
+    ("gateway.engine.embedded.profile=int8",),
+    ("gateway.engine.embedded.profile=int8", "policy_trainer.compute_dtype=bfloat16"),
 )
 
 

@@ -20,10 +20,11 @@ class EmbeddedConfig(Config):
     """Trained kinds besides gateway.drafter of which a version may be committed; one serves at a
     time.
     """
-    quantize: Literal["", "int8"] = ""
-    """Round the layers' matrices to eight bits, every version at its Prepare (models/int8.py). int8
-    needs the extra `int8`. Draws follow the rounded weights: same seed, same tokens holds in
-    float32 as without it, in bfloat16 not between batch shapes.
+    profile: Literal["", "int8", "int8_w8a8", "fp8_channel", "fp8_tensor"] = ""
+    """Round the layers' matrices to eight bits, every version at its Prepare (models/profiles.py);
+    "": they stay in `dtype`. int8 and int8_w8a8 need the extra `int8`. Draws follow the rounded
+    weights: same seed, same tokens holds in float32 as without it, in bfloat16 not between batch
+    shapes.
     """
     compile: bool = False
     """Use torch.compile for each layer after its attention (models/compiled.py): 10-30 s at the
@@ -64,4 +65,4 @@ class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     @property
     def number_format(self) -> str:
         """What the policy computes with."""
-        return self.quantize or self.dtype
+        return self.profile or self.dtype

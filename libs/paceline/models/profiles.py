@@ -1,0 +1,69 @@
+"""Lists the profiles: which numbers the layers' matrices are kept in, what shares a scale, and what
+multiplies them. Imports no torch, so that settings can be checked by it.
+
+Embedding, norms, biases and head are in the serving dtype under every profile. A profile's name is
+what spans of tokens say that the engine computed with (`DrawSpan.number_format`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How the matrices of the layers are kept and multiplied."""
+
+    name: str
+    weight_dtype: str  # torch's name of it
+    scale_per: Literal["", "row", "matrix"]  # rows [N] of W [N, K]; "": there are no scales
+    activations: str  # numbers that x is rounded to before the product; "": none, x stays
+    cpu: str  # what multiplies there
+    cuda: str
+
+
+_PLAIN = "one product in the serving dtype"
+_CAST = "cast to the serving dtype, one product, scales on the result"
+_FP8 = "torch._scaled_mm on tensor cores (8.9 and newer), x rounded to e4m3 per token"
+PROFILES = {
+    one.name: one
+    for one in (
+        Profile("float32", "float32", "", "", _PLAIN, _PLAIN),
+        Profile("bfloat16", "bfloat16", "", "", _PLAIN, _PLAIN),
+        Profile(
+            "int8",
+            "int8",
+            "row",
+            "",
+            f"bfloat16 and few rows: torch's fused kernel; else {_CAST}",
+            _CAST,
+        ),
+        Profile(
+            "int8_w8a8",
+            "int8",
+            "row",
+            "int8 per token",
+            "VNNI: torch._int_mm; else whole numbers in float32, which is exact",
+            "torch._int_mm on tensor cores",
+        ),
+        Profile("fp8_channel", "float8_e4m3fn", "row", "", _CAST, _FP8),
+        Profile("fp8_tensor", "float8_e4m3fn", "matrix", "", _CAST, _FP8),
+    )
+}
+ROUNDED = tuple(one.name for one in PROFILES.values() if one.scale_per)
+"""Names of those that round to fewer bits than any serving dtype has."""
+
+
+def rounded_profile(name: str) -> Profile | None:
+    """The profile of a setting; None for "": matrices stay in the serving dtype.
+
+    Raises ConfigError for a name that is none.
+    """
+    if not name:
+        return None
+    if name not in ROUNDED:
+        raise ConfigError("no such profile", seen=name, allowed=f"'', {', '.join(ROUNDED)}")
+    return PROFILES[name]
