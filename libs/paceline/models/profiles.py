@@ -7,10 +7,13 @@ what spans of tokens say that the engine computed with (`DrawSpan.number_format`
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,59 @@ ROUNDED = tuple(one.name for one in PROFILES.values() if one.scale_per)
 """Names of those that round to fewer bits than any serving dtype has."""
 
 
-def rounded_profile(name: str) -> Profile | None:
+COARSE = frozenset(
+    one.name for one in PROFILES.values() if one.activations or one.weight_dtype == "float8_e4m3fn"
+)
+"""Names of those under which log-probs move several times as far as under int8 weights."""
+FILE = ".json"
+"""What a setting ends with that names a file of `paceline profile`."""
+
+
+def check_profile_name(value: str) -> str:
+    """A setting as it is: "", a name, or a file. Raises ConfigError for another name."""
+    if value and value not in ROUNDED and not value.endswith(FILE):
+        raise ConfigError("no such profile", seen=value, allowed=_ALLOWED)
+    return value
+
+
+def chosen_profile(value: str, config: ModelConfig) -> Profile | None:
     """The profile of a setting; None for "": matrices stay in the serving dtype.
 
-    Raises ConfigError for a name that is none.
+    Raises ConfigError for a name that is none, and for a file that cannot be read or was measured
+    on a model of another shape.
     """
-    if not name:
+    if not check_profile_name(value):
         return None
+    if not value.endswith(FILE):
+        return PROFILES[value]
+    found = _read(Path(value))
+    name, model = found.get("profile"), found.get("model")
     if name not in ROUNDED:
-        raise ConfigError("no such profile", seen=name, allowed=f"'', {', '.join(ROUNDED)}")
+        raise ConfigError(f"{value} names no profile", seen=repr(name), allowed=", ".join(ROUNDED))
+    if model != model_words(config):
+        raise ConfigError(
+            f"{value} is a profile of another model", seen=model, allowed=model_words(config)
+        )
     return PROFILES[name]
+
+
+def model_words(config: ModelConfig) -> str:
+    """The shape of a model, as profiles name it."""
+    return (
+        f"{config.family}, {config.num_layers} layers of {config.hidden_size}, "
+        f"{config.num_heads} heads over {config.num_kv_heads} of {config.head_dim}, "
+        f"inner {config.intermediate_size}, vocabulary {config.vocab_size}"
+    )
+
+
+_ALLOWED = f"'', {', '.join(ROUNDED)}, or a file of `paceline profile` (*{FILE})"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no profile in {path}", seen=str(error), allowed="a file of `paceline profile`"
+        ) from error
+    return found if isinstance(found, dict) else {}

@@ -19,7 +19,7 @@ from paceline.models.config import read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel, beside, serve_staged, storages
 from paceline.models.loading import read_tensors
-from paceline.models.profiles import ROUNDED, rounded_profile
+from paceline.models.profiles import ROUNDED, chosen_profile
 from paceline.models.records import model_records
 
 PROFILES = ("", *ROUNDED)
@@ -29,7 +29,8 @@ UPDATES = 20
 def model_of(directory: Path, profile: str, dtype: torch.dtype = torch.float32) -> ServedModel:
     if profile.startswith("int8"):
         pytest.importorskip("torchao", reason="torchao rounds to INT8: the extra `int8`")
-    return ServedModel(read_config(directory), dtype, 64, rounded_profile(profile))
+    config = read_config(directory)
+    return ServedModel(config, dtype, 64, chosen_profile(profile, config))
 
 
 def bits(weights: DecoderWeights) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from paceline.models.decoder import (
     make_block,
 )
 from paceline.models.loading import build_weights, read_tensors
-from paceline.models.profiles import PROFILES, ROUNDED, Profile, rounded_profile
+from paceline.models.profiles import PROFILES, ROUNDED, Profile
 from paceline.models.quantised import (
     EXACT_COLUMNS,
     FUSED_ROWS,
@@ -340,9 +340,3 @@ def test_a_profile_keeps_its_numbers_as_the_table_says(name: str) -> None:
     x = torch.randn(2, 16)
     rounds = not torch.allclose(matrix.product(x), x @ matrix.whole().T, rtol=1e-5, atol=1e-6)
     assert rounds == bool(profile.activations)
-
-
-def test_a_name_that_is_no_profile_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"seen: int4; allowed: '', int8, int8_w8a8"):
-        rounded_profile("int4")
-    assert rounded_profile("") is None

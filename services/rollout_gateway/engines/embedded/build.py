@@ -12,7 +12,7 @@ from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
 from paceline.models.loading import DTYPES
-from paceline.models.profiles import rounded_profile
+from paceline.models.profiles import chosen_profile
 from paceline.services.rollout_gateway.bandits import COST_MODEL
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
 from paceline.services.rollout_gateway.engines.embedded.capture import Capture
@@ -84,7 +84,7 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         config,
         DTYPES[spec.dtype],
         positions,
-        rounded_profile(spec.profile),
+        chosen_profile(spec.profile, config),
         finish=compiled_finish() if spec.compile else None,
     )
 

@@ -8,7 +8,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from paceline.models.in_place import storages
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedConfig, EmbeddedSpec
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Withheld
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
@@ -88,11 +87,6 @@ def said(engine: EmbeddedEngine, arm: str = "off") -> dict[int, tuple[int, ...]]
 def serve(engine: EmbeddedEngine, version: int, path: Path) -> None:
     engine.prepare_weights(Target.POLICY, version, path)
     engine.commit_weights(VersionSet(version, version, 0), PauseMode.IN_PLACE)
-
-
-def test_the_setting_takes_the_profiles_that_there_are() -> None:
-    choices = get_args(EmbeddedConfig.model_fields["profile"].annotation)
-    assert choices == ("", *ROUNDED)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
