@@ -143,20 +143,32 @@ class ServedModel:
 
 
 def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
-    """The weights with a version's numbers in the storages that they have.
-
-    Storages of names that the version has not stay as they are. Raises WeightsError, before
-    anything is changed, where it is laid out for another model or profile, or where a scale is not
-    finite.
+    """The weights with a version's numbers in the storages that they have. Raises as `check_staged`
+    does, before anything is changed.
     """
-    found = storages(weights)
-    check_layout(layout_of(found), staged.layout)
+    check_staged(weights, staged)
+    return written_over(weights, staged)
+
+
+def check_staged(weights: DecoderWeights, staged: StagedWeights) -> None:
+    """Raises WeightsError where a version is laid out for another model or profile, or where a
+    scale is not finite.
+    """
+    check_layout(layout_of(storages(weights)), staged.layout)
     for name, tensor in staged.tensors.items():
         if name.endswith(".scales") and not torch.isfinite(tensor).all():
             wrong = tensor[~torch.isfinite(tensor)]
             raise WeightsError(
                 f"{name}: {len(wrong)} are not finite", seen=float(wrong[0]), allowed="finite"
             )
+
+
+def written_over(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
+    """The weights after a copy for each tensor of a version that has been checked.
+
+    Where one raises, those before it are new and those behind it old.
+    """
+    found = storages(weights)
     for name, tensor in staged.tensors.items():
         overwrite(found[name], tensor)
     return replace(weights, head_hash=staged.head_hash)

@@ -17,6 +17,7 @@ from paceline.tasks import Task
 DEMO = Path("examples/demo")
 
 
+@pytest.mark.slow
 def test_every_profile_has_a_row_beside_the_engine_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

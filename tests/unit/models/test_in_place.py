@@ -60,7 +60,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     found = []
     for seed in range(3):
         found.append(tmp_path_factory.mktemp(f"p{seed}"))
-        save_random(found[-1], ("qwen3", "qwen3", "qwen3")[seed], seed=seed)
+        save_random(found[-1], "qwen3", seed=seed, num_hidden_layers=2)
     return found
 
 
@@ -122,7 +122,7 @@ def test_scales_follow_the_weights(profile: str, versions: list[Path], tmp_path:
     assert torch.equal(scales, wanted)
     after = bits(weights)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {f"layers.{index}.down.scales" for index in range(3)}
+    assert changed == {f"layers.{index}.down.scales" for index in range(2)}
 
 
 def test_only_what_all_parts_are_given_of_is_updated(versions: list[Path]) -> None:
@@ -156,20 +156,22 @@ def peak_of(call: Callable[[], object]) -> int:
     return most
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions of a model whose layers are a small part of it: folders 0 and 1."""
+    shape = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 64}
+    directory = tmp_path_factory.mktemp("deep")
+    for seed in range(2):
+        save_random(directory / str(seed), "llama", seed=seed, num_hidden_layers=12, **shape)
+    return directory
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
-    profile: str, tmp_path: Path
+    profile: str, deep: Path
 ) -> None:
-    shape = {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 12,
-        "vocab_size": 64,
-    }
-    for seed in range(2):
-        save_random(tmp_path / str(seed), "llama", seed=seed, **shape)
-    model = model_of(tmp_path / "0", profile)
-    weights = model.load(tmp_path / "0")
+    model = model_of(deep / "0", profile)
+    weights = model.load(deep / "0")
     layer = sum(
         one.bytes_in(torch.float32)
         for one in model_records(model.config)
@@ -177,19 +179,19 @@ def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
     )
     served = sum(one.nbytes for one in storages(weights).values())
     # The mapped checkpoint counts as if it were in memory.
-    mapped = peak_of(lambda: read_tensors(tmp_path / "1"))
+    mapped = peak_of(lambda: read_tensors(deep / "1"))
     assert mapped >= served / 4, "nothing is measured"
-    rounding = 6 * (4 << 12) if profile else 0  # what a few rows are rounded in
+    rounding = 6 * (4 << 14) if profile else 0  # what a few rows are rounded in
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.models.quantised.ROUNDED_AT_ONCE", 1 << 12)
-        staging = peak_of(lambda: model.staged(tmp_path / "1")) - mapped
+        patch.setattr("paceline.models.quantised.ROUNDED_AT_ONCE", 1 << 14)
+        staging = peak_of(lambda: model.staged(deep / "1")) - mapped
         assert staging <= layer + rounding
-        assert staging < served / 4
-        staged = model.staged(tmp_path / "1")
+        assert staging < served / 2
+        staged = model.staged(deep / "1")
         assert peak_of(lambda: serve_staged(weights, staged)) < 16 << 10
-        restoring = peak_of(lambda: model.restore(weights, tmp_path / "0")) - mapped
+        restoring = peak_of(lambda: model.restore(weights, deep / "0")) - mapped
         assert restoring <= layer + rounding
-        loading = peak_of(lambda: model.load(tmp_path / "1")) - mapped
+        loading = peak_of(lambda: model.load(deep / "1")) - mapped
         assert loading <= served + weights.rotation.nbytes + layer + rounding
 
 
@@ -221,7 +223,7 @@ def test_a_version_of_another_profile_is_served_beside(other: str, versions: lis
 def test_a_version_of_another_model_is_refused_before_anything_is_read_into_it(
     versions: list[Path], tmp_path: Path
 ) -> None:
-    save_random(tmp_path, "qwen3", intermediate_size=96)
+    save_random(tmp_path, "qwen3", num_hidden_layers=2, intermediate_size=96)
     with pytest.raises(WeightsError, match=r"mlp\..*wrong shape.*seen.*96"):
         model_of(versions[0], "fp8_channel").staged(tmp_path)
 
@@ -249,8 +251,8 @@ def test_a_staged_scale_that_is_not_finite_is_refused_and_nothing_is_changed(
     weights = model.load(versions[0])
     before = bits(weights)
     staged = model.staged(versions[1])
-    staged.tensors["layers.2.down.scales"][0] = float("nan")
-    with pytest.raises(WeightsError, match=r"layers\.2\.down\.scales.*not finite.*nan"):
+    staged.tensors["layers.1.down.scales"][0] = float("nan")
+    with pytest.raises(WeightsError, match=r"layers\.1\.down\.scales.*not finite.*nan"):
         serve_staged(weights, staged)
     assert_equal(bits(weights), before)
 

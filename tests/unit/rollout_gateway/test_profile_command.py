@@ -16,6 +16,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
 from paceline.models.profiles import PROFILES, ROUNDED, chosen_profile
+from paceline.services.rollout_gateway.engines.embedded import profile_report
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.profile_report import measure_profile
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -23,6 +24,12 @@ from paceline.services.rollout_gateway.profile_command import app
 
 DEMO = Path("examples/demo")
 PROMPTS = [(3, 4, 5, 6), (7, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are not what is tested."""
+    monkeypatch.setattr(profile_report, "TIMED", 1)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from paceline.errors import PacelineError, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.models.in_place import ServedModel, StagedWeights, beside, serve_staged
+from paceline.models.in_place import (
+    ServedModel,
+    StagedWeights,
+    beside,
+    check_staged,
+    written_over,
+)
 from paceline.services.rollout_gateway.engines.embedded.drafters import DrafterVersion
 from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
 from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
@@ -43,7 +49,7 @@ class EngineWeights:
         self._directory = directory
         self.memory_saver = memory_saver
         self._released = False
-        self._torn: Exception | None = None
+        self._torn: BaseException | None = None
         self._prepared: PreparedVersions[StagedWeights | DrafterVersion] = PreparedVersions()
 
     @property
@@ -108,24 +114,34 @@ class EngineWeights:
             self._speculation.policy_changed()
         else:
             in_place = new.profile == self._serving.profile
-            self._policy = self._written_over(new) if in_place else beside(self.policy, new)
-            self._speculation.bind(self._policy)
+            self._policy = self._written_over(new) if in_place else self._beside(new)
         self._serving, self._directory = replace(self._serving, profile=new.profile), new.path
 
     def _written_over(self, new: StagedWeights) -> DecoderWeights:
+        check_staged(self.policy, new)
         try:
-            return serve_staged(self.policy, new)
+            policy = written_over(self.policy, new)
+            self._speculation.bind(policy)
         except BaseException as interrupted:
             self._restore(interrupted)
             raise
+        return policy
+
+    def _beside(self, new: StagedWeights) -> DecoderWeights:
+        policy = beside(self.policy, new)
+        self._speculation.bind(policy)
+        return policy
 
     def _restore(self, interrupted: BaseException) -> None:
+        self._torn = interrupted  # until all of it is read, whatever else happens
         try:
             self._serving.restore(self._policy, self._directory)
+            self._speculation.drafters.bind(self._policy)
         except (PacelineError, OSError, RuntimeError) as error:
             self._torn = error
             log.error("the serving policy is torn", of=str(self.versions), error=str(error))
         else:
+            self._torn = None
             log.warning(
                 "an update was interrupted; the policy before it serves",
                 of=str(self.versions),

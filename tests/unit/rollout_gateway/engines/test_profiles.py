@@ -16,9 +16,11 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.models import in_place
+from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import storages
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Withheld
@@ -126,7 +128,7 @@ def test_spans_of_tokens_name_the_profile_of_the_set_that_drew_them(
     assert said(engine) == said(build(versions[2], ""))
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", ["", "fp8_tensor"])
 def test_twenty_commits_keep_every_address_and_say_what_a_fresh_engine_says(
     profile: str, versions: list[Path]
 ) -> None:
@@ -174,8 +176,8 @@ def test_an_update_that_is_interrupted_at_any_tensor_leaves_the_old_set_serving(
     names = list(storages(engine._weights.policy))
     addresses = [one.data_ptr() for one in storages(engine._weights.policy).values()]
     bits = {name: one.clone() for name, one in storages(engine._weights.policy).items()}
+    engine.prepare_weights(Target.POLICY, 2, versions[2])
     for count, name in enumerate(names):
-        engine.prepare_weights(Target.POLICY, 2, versions[2])
         fault[:] = [count]
         with pytest.raises(Interrupted):
             engine.commit_weights(VersionSet(2, 2, 0), PauseMode.IN_PLACE)
@@ -231,6 +233,28 @@ def test_requests_that_run_go_on_under_the_old_set_when_an_update_is_interrupted
     ended = [chunk for _ in range(ROUNDS) if engine.has_work for chunk in engine.step()]
     assert {one.request_id: one.token_ids for one in ended} == expected
     assert {span.policy_version for one in ended for span in one.version_spans} == {0}
+
+
+def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
+    versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(versions[0], "fp8_channel")
+    before, accepted = said(engine, "eagle:3_1_4"), engine.load.speculation.accepted_tokens
+    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    bind, failed = Drafters.bind, iter([True, False])
+
+    def once(drafters: Drafters, target: DecoderWeights) -> None:
+        if next(failed):
+            raise Interrupted
+        bind(drafters, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafters, "bind", once)
+        with pytest.raises(Interrupted):
+            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet()
+    assert said(engine, "eagle:3_1_4") == before
+    assert engine.load.speculation.accepted_tokens == 2 * accepted > 0
 
 
 def test_a_mixture_that_cannot_be_mended_serves_nobody(
