@@ -219,6 +219,7 @@ COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),
     *((f"gateway.engine.embedded.profile={name}",) for name in ROUNDED),
+    ("gateway.engine.sglang.arguments.quantization=fp8", "gateway.engine.kind=sglang"),
     ("gateway.engine.embedded.profile=int8", "policy_trainer.compute_dtype=bfloat16"),
 )
 
