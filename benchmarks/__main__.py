@@ -58,6 +58,10 @@ BENCHES = {
         "benchmarks.serving",
         "latencies and tokens a second per TFLOPS of both engines, as CloudMatrix has them",
     ),
+    "profiles": (
+        "benchmarks.profiles",
+        "accuracy, speed and updates of the embedded engine under every profile",
+    ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it

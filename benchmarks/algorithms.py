@@ -20,10 +20,15 @@ from benchmarks.picture import picture
 from benchmarks.result import BenchResult, Goal, Row, at_least, say
 from benchmarks.schedules import NO_EVALUATIONS
 from paceline.errors import InvalidInput
+from paceline.models.profiles import ROUNDED
 from paceline.report.charts import Series, running_mean
 
 _NAME, _OWN = "policy_trainer.algorithm.name", "policy_trainer.algorithm"
-_INT8 = (f"{_NAME}=grpo", "gateway.engine.embedded.quantize=int8")
+_TIS, _NONE = f"{_OWN}.correction.weight=token", f"{_OWN}.correction.required=false"
+
+
+def _rounded(profile: str, correction: str) -> tuple[str, ...]:
+    return f"{_NAME}=grpo", f"gateway.engine.embedded.profile={profile}", correction
 
 
 def _late(lag: int) -> tuple[str, str]:
@@ -39,8 +44,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "decoupled, eta 4": (f"{_NAME}=decoupled", *_late(4)),
     "decoupled, eta 8": (f"{_NAME}=decoupled", *_late(8)),
     "grpo, eta 8": (f"{_NAME}=grpo", *_late(8)),
-    "grpo, int8 with TIS": (*_INT8, f"{_OWN}.correction.weight=token"),
-    "grpo, int8 without": (*_INT8, f"{_OWN}.correction.required=false"),
+    **{f"grpo, {name} with TIS": _rounded(name, _TIS) for name in ROUNDED},
+    **{f"grpo, {name} without": _rounded(name, _NONE) for name in ROUNDED},
 }
 """Settings of each algorithm; the others are the demo's."""
 LATE = ("decoupled, eta 8", "grpo, eta 8")

@@ -64,7 +64,7 @@ class DrawSpan:
     start: int
     end: int
     arm: str
-    number_format: str  # "float32", "bfloat16", "int8" ...
+    number_format: str  # "float32", "bfloat16", or the profile: "int8", "fp8_channel" ...
     reused: bool = False  # keys and values of the beginning were another sequence's
     stale: bool = False  # ... or were computed under an earlier policy
 

@@ -70,7 +70,9 @@ class AuditConfig(Config):
     bfloat16: AuditBound = AuditBound(mean=0.05, upper=1.0)
     """Where one of them computes in 16 bits."""
     quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
-    """Where the engine rounds weights to fewer bits."""
+    """Where the engine rounds weights to int8."""
+    coarse: AuditBound = AuditBound(mean=0.2, upper=3.0)
+    """Where it rounds weights to e4m3, or activations too."""
     swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 

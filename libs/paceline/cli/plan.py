@@ -126,11 +126,13 @@ def _check_correction(gateway: Any, policy: Any) -> None:
     """
     engine = gateway.engine
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
-    if engine.kind == "embedded" and engine.embedded.quantize:
-        drawn, settings = (
-            engine.embedded.quantize,
-            [f"gateway.engine.embedded.quantize={engine.embedded.quantize}"],
-        )
+    rounded = {
+        "embedded": ("profile", engine.embedded.profile),
+        "sglang": ("arguments.quantization", engine.sglang.quantization),
+    }
+    name, profile = rounded.get(engine.kind, ("", ""))
+    if profile:
+        drawn, settings = profile, [f"gateway.engine.{engine.kind}.{name}={profile}"]
     elif policy.publish_dtype != "float32":
         drawn, settings = (
             policy.publish_dtype,

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
-from paceline.models.int8 import Int8Matrix
+from paceline.models.quantised import QuantisedMatrix
 
-Matrix: TypeAlias = Tensor | Int8Matrix
+Matrix: TypeAlias = Tensor | QuantisedMatrix
 """Weights [N, K] of a projection from K features to N."""
 
 
@@ -246,7 +246,7 @@ def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -
 
 def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias: [M, N] of x [M, K]."""
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, QuantisedMatrix):
         product = weight.product(x)
         return product if bias is None else product.add_(bias)
     return functional.linear(x, weight, bias)
@@ -254,7 +254,7 @@ def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 
 def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
     """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, QuantisedMatrix):
         return weight.product(x).add_(residual)
     return torch.addmm(residual, x, weight.t())
 

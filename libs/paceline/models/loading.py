@@ -7,7 +7,8 @@ accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,8 +19,14 @@ from torch import Tensor
 from paceline.errors import DataLoss, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
-from paceline.models.int8 import quantized
-from paceline.models.rope import interleave, rotation_table
+from paceline.models.profiles import Profile
+from paceline.models.records import (
+    ServedTensor,
+    input_norm_record,
+    layer_records,
+    model_records,
+)
+from paceline.models.rope import rotation_table
 from paceline.tensors import head_hash
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,42 +85,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 def layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of one decoder layer without its input_layernorm; prefix ends with a dot."""
-    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
-    widths = {
-        "q": config.num_heads * dim,
-        "k": config.num_kv_heads * dim,
-        "v": config.num_kv_heads * dim,
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, width in widths.items():
-        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (width, hidden)
-        if config.qkv_bias:
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (width,)
-
-    shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, widths["q"])
-    if config.output_bias:
-        shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
-    if config.qk_norm:
-        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (dim,) for name in ("q", "k")}
-    shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-    shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    return shapes
+    return _shapes(layer_records(config, prefix))
 
 
 def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor name of a checkpoint and its shape."""
-    shapes = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        shapes[f"{prefix}input_layernorm.weight"] = (config.hidden_size,)
-        shapes |= layer_shapes(config, prefix)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
+    return _shapes(model_records(config))
+
+
+def _shapes(records: Iterable[ServedTensor]) -> dict[str, tuple[int, ...]]:
+    return {part.name: part.shape for one in records for part in one.parts}
 
 
 def check_tensors(
@@ -164,9 +145,9 @@ def _check_tensor(
         )
     if tensor.dtype not in dtypes:
         raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=dtypes)
-    finite = torch.isfinite(tensor)
-    if not finite.all():
-        wrong = tensor[~finite]
+    # Both are NaN where a number is; looking at each number takes three copies of the tensor.
+    if not all(torch.isfinite(one) for one in torch.aminmax(tensor)):
+        wrong = tensor[~torch.isfinite(tensor)]
         raise WeightsError(
             f"tensor {name} holds {len(wrong)} numbers that are not finite",
             seen=float(wrong[0]),
@@ -180,47 +161,19 @@ def fuse_layer(
     prefix: str,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    int8: bool = False,
 ) -> LayerWeights:
     """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under
     the prefix.
-
-    int8: matrices are stored in eight bits (models/int8.py), which raises ConfigError without
-    torchao.
     """
-    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    records = list(layer_records(config, prefix))
+    if f"{prefix}input_layernorm.weight" in tensors:
+        records.append(input_norm_record(config, prefix))
+    return layer_of({one.place: one.built(tensors, dtype, device, None) for one in records})
 
-    def get(name: str) -> Tensor:
-        return tensors[prefix + name].detach().to(device, dtype)
 
-    def turned(name: str, kind: str) -> Tensor:
-        full = get(f"self_attn.{kind}_proj.{name}")
-        return interleave(full, heads[kind]) if kind in heads else full
-
-    def stored(weight: Tensor) -> Matrix:
-        return quantized(weight) if int8 else weight
-
-    qk_norm = None
-    if config.qk_norm:
-        rows = [
-            interleave(get(f"self_attn.{kind}_norm.weight"), 1).expand(n, -1)
-            for kind, n in heads.items()
-        ]
-        qk_norm = torch.cat(rows)
-
-    has_norm = f"{prefix}input_layernorm.weight" in tensors
-    return LayerWeights(
-        input_norm=get("input_layernorm.weight") if has_norm else None,
-        qkv=stored(torch.cat([turned("weight", kind) for kind in "qkv"])),
-        qkv_bias=torch.cat([turned("bias", kind) for kind in "qkv"]) if config.qkv_bias else None,
-        qk_norm=qk_norm,
-        output=stored(get("self_attn.o_proj.weight")),
-        output_bias=get("self_attn.o_proj.bias") if config.output_bias else None,
-        post_norm=get("post_attention_layernorm.weight"),
-        gate_up=stored(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
-        down=stored(get("mlp.down_proj.weight")),
-    )
+def layer_of(built: Mapping[str, Matrix]) -> LayerWeights:
+    """The layer of these fields; those that are missing are None."""
+    return LayerWeights(**{one.name: built.get(one.name) for one in fields(LayerWeights)})  # type: ignore[arg-type]
 
 
 def build_weights(
@@ -230,34 +183,77 @@ def build_weights(
     dtype: torch.dtype,
     positions: int,
     device: torch.device | None = None,
-    int8: bool = False,
+    profile: Profile | None = None,
 ) -> DecoderWeights:
-    """DecoderWeights beside whatever serves now.
+    """DecoderWeights beside whatever serves now, in memory of their own; beside them the largest
+    tensor is in memory twice.
 
-    positions: rows of the rotation table, at least the cache capacity. int8: the layers' matrices
-    are stored in eight bits; embedding, norms and head never are. Raises WeightsError (see
-    check_tensors), ConfigError without torchao.
+    positions: rows of the rotation table, at least the cache capacity. profile: what the layers'
+    matrices are kept in (models/profiles.py); embedding, norms and head never are. Raises
+    WeightsError (see check_tensors) or as `quantised` does.
     """
     device = device or torch.device("cpu")
+    named = checked_model(config, tensors)
+    built = {
+        one.place: built_of(one, named, dtype, device, profile) for one in model_records(config)
+    }
+    rotation = rotation_table(config.rope, config.head_dim, positions).to(device)
+    return assembled(config, built, rotation, hash_head(stored_head(named)))
+
+
+def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that a model is made of. Raises WeightsError, see check_tensors."""
     named = dict(tensors)
     if config.tie_word_embeddings:
         # Exporters disagree about writing the tied copy; it carries nothing.
         named.pop("lm_head.weight", None)
     check_tensors(named, model_shapes(config))
-    stored_head = named.get("lm_head.weight", named["model.embed_tokens.weight"])
-    embed = named["model.embed_tokens.weight"].detach().to(device, dtype)
-    tied = config.tie_word_embeddings
+    return named
+
+
+def stored_head(named: Mapping[str, Tensor]) -> Tensor:
+    """The head of a checked model as it is stored."""
+    return named.get("lm_head.weight", named["model.embed_tokens.weight"])
+
+
+def built_of(
+    record: ServedTensor,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    profile: Profile | None,
+) -> Matrix:
+    """What is served of a record; a WeightsError says which tensor it is about."""
+    try:
+        return record.built(tensors, dtype, device, profile)
+    except WeightsError as error:
+        raise error.within(record.parts[0].name) from error
+
+
+def assembled(
+    config: ModelConfig, built: Mapping[str, Matrix], rotation: Tensor, head_hash: str
+) -> DecoderWeights:
+    """The model of what was built, by place."""
+    embed, head = built["embed"], built.get("head", built["embed"])
+    norm = built["norm"]
+    assert isinstance(embed, Tensor)
+    assert isinstance(head, Tensor)
+    assert isinstance(norm, Tensor)
+    layers = []
+    for index in range(config.num_layers):
+        place = f"layers.{index}."
+        own = {
+            name.removeprefix(place): one for name, one in built.items() if name.startswith(place)
+        }
+        layers.append(layer_of(own))
     return DecoderWeights(
         config=config,
         embed=embed,
-        layers=tuple(
-            fuse_layer(config, named, f"model.layers.{index}.", dtype, device, int8=int8)
-            for index in range(config.num_layers)
-        ),
-        norm=named["model.norm.weight"].detach().to(device, dtype),
-        head=embed if tied else named["lm_head.weight"].detach().to(device, dtype),
-        rotation=rotation_table(config.rope, config.head_dim, positions).to(device),
-        head_hash=hash_head(stored_head),
+        layers=tuple(layers),
+        norm=norm,
+        head=head,
+        rotation=rotation,
+        head_hash=head_hash,
     )
 
 

@@ -6,11 +6,9 @@ What it serves is real but for the damage, which is done to keys and values, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
-from paceline.models.decoder import DecoderWeights
+from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.engines import EngineKind
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
@@ -18,6 +16,7 @@ from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEn
 from paceline.services.rollout_gateway.engines.embedded.rows import layout_of_settings
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.trajectory import VersionSet
 
 DAMAGE = 2.0
 """Factor of what is damaged."""
@@ -63,14 +62,16 @@ def _damage_drafts(engine: EmbeddedEngine) -> None:
 
 
 def _damage_rounding(engine: EmbeddedEngine) -> None:
-    weights, load = engine._weights, engine._weights._loaders.load
+    weights, commit = engine._weights, engine._weights.commit
 
-    def damaged(path: Path) -> DecoderWeights:
-        found = load(path)
-        return replace(found, norm=found.norm / DAMAGE)
+    def damaged(versions: VersionSet) -> bool:
+        changed = commit(versions)
+        if changed and weights.number_format in ROUNDED:
+            weights.policy.norm.div_(DAMAGE)
+        return changed
 
-    weights.policy = replace(weights.policy, norm=weights.policy.norm / DAMAGE)
-    weights._loaders = replace(weights._loaders, load=damaged)
+    weights.policy.norm.div_(DAMAGE)
+    weights.commit = damaged  # type: ignore[method-assign]
 
 
 def layout_of_inexact(settings: Mapping[str, Any]) -> RowLayout:

@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.speculators.eagle.net import EagleNet
-from paceline.streams import RedisStream, decode_features, run_key
+from paceline.streams import RedisStream, decode_features, decode_trajectory, run_key
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -86,6 +86,57 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
         # a set up.
         with pytest.raises(WeightsError, match="not prepared"):
             await commit_versions(served.channel, context, VersionSet(3, 1, 0))
+
+
+@pytest.mark.parametrize(
+    "profile", ["fp8_tensor", pytest.param("int8_w8a8", marks=pytest.mark.slow)]
+)
+async def test_policies_pushed_under_a_profile_are_served_in_place_and_trajectories_name_it(
+    profile: str,
+    serve_gateway: Any,
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
+) -> None:
+    if profile.startswith("int8"):
+        pytest.importorskip("torchao", reason="torchao rounds to INT8: the extra `int8`")
+    keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
+    engine = {"kind": "embedded", "workers": 1, "max_sequence_tokens": 64}
+    async with serve_gateway(
+        model=str(POLICY),
+        drafter="ngram",
+        engine=engine | {"embedded": {"profile": profile}},
+        **keys,
+    ) as served:
+        context = tpb.CommandContext(run_id=run_id, step=0, epoch=1)
+
+        async def hashes(purpose: int) -> dict[tuple[str, int], str]:
+            request = served.tasks_request(purpose=purpose, forced_arm="off")
+            news = [one async for one in served.stub.RunTasks(request, timeout=patient(60))]
+            found = [one.sample for one in news if one.HasField("sample")]
+            return {(one.task_id, one.sample_index): one.tokens_hash for one in found}
+
+        async def serve(version: int, policy: Path) -> None:
+            raw = (policy / "model.safetensors").read_bytes()
+            tensors = list(decode_safetensors(raw).values())
+            manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, version, tensors)
+            await push_weights(served.channel, manifest, tensors, context)
+            await commit_versions(served.channel, context, VersionSet(version, version, 0))
+
+        first = await hashes(tpb.PURPOSE_TRAIN)
+        await serve(1, POLICY.parent / "policy_trained")
+        second = await hashes(tpb.PURPOSE_EVAL)
+        await serve(2, POLICY)
+        assert await hashes(tpb.PURPOSE_EVAL) == first != second
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+        assert [worker.health.versions.policy for worker in status.workers] == [2]
+
+        stream = RedisStream(redis_client, run_key(run_id, "trajectories"))
+        await stream.create_group("test")
+        entries = await stream.read("test", "c", len(first), 5.0)
+        sampled = [decode_trajectory(entry.fields, entry.payload) for entry in entries]
+        spans = [span for one in sampled for span in one.draw_spans]
+        assert {span.number_format for span in spans} == {profile}
 
 
 async def test_a_bias_by_token_id_and_penalties_reach_the_draw(serve_gateway: Any) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import TOOLS, app
 
 
-@pytest.mark.parametrize("name", ["train-drafter", "export-drafter"])
+@pytest.mark.parametrize("name", list(TOOLS))
 def test_a_tools_options_and_help_go_to_its_module(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

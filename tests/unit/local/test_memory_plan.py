@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
+from paceline.models.profiles import ROUNDED
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import policy_on_meta
 
@@ -217,8 +218,9 @@ def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_ha
 COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),
-    ("gateway.engine.embedded.quantize=int8",),
-    ("gateway.engine.embedded.quantize=int8", "policy_trainer.compute_dtype=bfloat16"),
+    *((f"gateway.engine.embedded.profile={name}",) for name in ROUNDED),
+    ("gateway.engine.sglang.arguments.quantization=fp8", "gateway.engine.kind=sglang"),
+    ("gateway.engine.embedded.profile=int8", "policy_trainer.compute_dtype=bfloat16"),
 )
 
 

@@ -108,7 +108,7 @@ def test_a_broken_engine_is_named_as_such_and_no_path_is() -> None:
 
 
 def test_rounding_names_nothing_in_three_hundred_verdicts_of_every_cell() -> None:
-    formats = {"float32": 5e-6, "bfloat16": 0.015, "int8": 0.015}
+    formats = {"float32": 5e-6, "bfloat16": 0.015, "int8": 0.015, "fp8_tensor": 0.06}
     state = AuditState()
     for step in range(300):
         cells = {
@@ -119,7 +119,7 @@ def test_rounding_names_nothing_in_three_hundred_verdicts_of_every_cell() -> Non
         state, verdicts = judged(state, cells, SETTINGS, "float32")
         assert not verdicts
     assert all(state.within.values())
-    assert len(state.within) == 6
+    assert len(state.within) == 8
 
 
 def test_too_few_tokens_are_judged_by_nobody_until_later_steps_bring_more() -> None:

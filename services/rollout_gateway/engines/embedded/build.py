@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +10,9 @@ from paceline.arm_names import ArmName
 from paceline.models.compiled import compiled_finish
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import DTYPES, build_weights, read_tensors
+from paceline.models.in_place import ServedModel
+from paceline.models.loading import DTYPES
+from paceline.models.profiles import chosen_profile
 from paceline.services.rollout_gateway.bandits import COST_MODEL
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
 from paceline.services.rollout_gateway.engines.embedded.capture import Capture
@@ -32,7 +32,7 @@ from paceline.services.rollout_gateway.engines.embedded.rows import row_layout
 from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
-from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights, PolicyLoaders
+from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.requests.admission import Admission
 from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
@@ -52,13 +52,12 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     kinds = engine_kinds(spec)
     arms = engine_arms(spec, kinds)
     capacity = admission.max_sequence_tokens + slack(arms.values())
-    loaders = _policy_loaders(spec, config, capacity)
-    policy = loaders.load(model_dir)
+    model = served_model(spec, config, capacity)
+    policy = model.load(model_dir)
     with torch.inference_mode():
         speculation = Speculation(spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner))
         store = _store(spec, speculation, policy, capacity, inner, captured=sink is not None)
-    freed = model_dir if spec.memory_saver else None
-    weights = EngineWeights(policy, speculation, loaders, freed)
+    weights = EngineWeights(policy, speculation, model, model_dir, memory_saver=spec.memory_saver)
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
         return EmbeddedEngine(
@@ -79,34 +78,15 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     return engine(sink)
 
 
-def _policy_loaders(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> PolicyLoaders:
-    full = spec.model_copy(update={"quantize": ""})
-    return PolicyLoaders(
-        _policy_loader(spec, config, positions),
-        spec.number_format,
-        _policy_loaders(full, config, positions) if spec.quantize else None,
+def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> ServedModel:
+    """How the engine serves its policy's versions. Raises ConfigError."""
+    return ServedModel(
+        config,
+        DTYPES[spec.dtype],
+        positions,
+        chosen_profile(spec.profile, config),
+        finish=compiled_finish() if spec.compile else None,
     )
-
-
-def _policy_loader(
-    spec: EmbeddedSpec, config: ModelConfig, positions: int
-) -> Callable[[Path], DecoderWeights]:
-    """Reads a version of the policy, as the engine serves it."""
-
-    def load(path: Path) -> DecoderWeights:
-        tensors = read_tensors(path)
-        if spec.memory_saver:  # pages of a file are not ours to free
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        weights = build_weights(
-            config,
-            tensors,
-            dtype=DTYPES[spec.dtype],
-            positions=positions,
-            int8=spec.quantize == "int8",
-        )
-        return replace(weights, finish=compiled_finish()) if spec.compile else weights
-
-    return load
 
 
 def _drafters(

@@ -5,12 +5,21 @@ Imports no torch, so that the gateway can check them.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from paceline.config import Config
+from paceline.errors import ConfigError
+from paceline.models.profiles import check_profile_name
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
+
+
+def _checked(value: str) -> str:
+    try:
+        return check_profile_name(value)
+    except ConfigError as error:  # pydantic adds where the setting stands
+        raise ValueError(str(error)) from error
 
 
 class EmbeddedConfig(Config):
@@ -20,10 +29,12 @@ class EmbeddedConfig(Config):
     """Trained kinds besides gateway.drafter of which a version may be committed; one serves at a
     time.
     """
-    quantize: Literal["", "int8"] = ""
-    """Round the layers' matrices to eight bits, every version at its Prepare (models/int8.py). int8
-    needs the extra `int8`. Draws follow the rounded weights: same seed, same tokens holds in
-    float32 as without it, in bfloat16 not between batch shapes.
+    profile: Annotated[str, AfterValidator(_checked)] = ""
+    """Round the layers' matrices to eight bits, every version at its Prepare: "int8" | "int8_w8a8"
+    | "fp8_channel" | "fp8_tensor" (models/profiles.py), or a file that `paceline profile` wrote for
+    this model; "": they stay in `dtype`. The first two need the extra `int8`. Draws follow the
+    rounded weights: same seed, same tokens holds in float32 as without it, but where int8_w8a8
+    rounds an activation that lies between two numbers; in bfloat16 not between batch shapes.
     """
     compile: bool = False
     """Use torch.compile for each layer after its attention (models/compiled.py): 10-30 s at the
@@ -60,8 +71,3 @@ class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     """
     rejected_rows: bool = False
     """Rows of rejected drafts as well, a few per request and round."""
-
-    @property
-    def number_format(self) -> str:
-        """What the policy computes with."""
-        return self.quantize or self.dtype

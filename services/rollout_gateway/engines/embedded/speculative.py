@@ -248,6 +248,10 @@ class Speculation:
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
         self.drafters.bind(target)
+        self.policy_changed()
+
+    def policy_changed(self) -> None:
+        """The bandit looks again how much is accepted."""
         self.bandit.renew({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 

@@ -1,30 +1,33 @@
-"""Versions of one engine: prepared beside the serving ones, swapped by reference.
+"""Versions of one engine: prepared beside the serving ones; a policy's numbers then take the place
+of the serving ones in the same storages (models/in_place.py), a drafter is swapped by reference.
 
 Owns no running request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from paceline.errors import PacelineError, WeightsError
 from paceline.models.decoder import DecoderWeights
+from paceline.models.in_place import (
+    ServedModel,
+    StagedWeights,
+    beside,
+    check_staged,
+    written_over,
+)
 from paceline.services.rollout_gateway.engines.embedded.drafters import DrafterVersion
 from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
 from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
+from paceline.telemetry import get_logger
 from paceline.trajectory import Target, VersionSet
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoaders:
-    """What reads a version of the policy, and the numbers that the engine then computes with."""
-
-    load: Callable[[Path], DecoderWeights]  # as the engine serves it
-    number_format: str
-    full: PolicyLoaders | None = None  # without rounding; None: nothing is rounded
+log = get_logger(__name__)
 
 
 class EngineWeights:
@@ -34,24 +37,39 @@ class EngineWeights:
         self,
         policy: DecoderWeights,
         speculation: Speculation,
-        loaders: PolicyLoaders,
-        directory: Path | None = None,
+        model: ServedModel,
+        directory: Path,
+        *,
+        memory_saver: bool = False,
     ) -> None:
-        """`directory`: where it reads the serving policy again, None: that stays in memory."""
-        self.policy = policy
+        """`directory`: where the policy was read; memory_saver: whether its memory can be freed."""
+        self._policy = policy
         self._speculation = speculation
-        self._loaders = loaders
-        self.number_format = loaders.number_format
+        self._model = self._serving = model
         self._directory = directory
+        self.memory_saver = memory_saver
         self._released = False
-        self._prepared: PreparedVersions[tuple[Path, str, DecoderWeights | DrafterVersion]] = (
-            PreparedVersions()
-        )
+        self._torn: BaseException | None = None
+        self._prepared: PreparedVersions[StagedWeights | DrafterVersion] = PreparedVersions()
 
     @property
-    def memory_saver(self) -> bool:
-        """Whether the policy can be read again."""
-        return self._directory is not None
+    def policy(self) -> DecoderWeights:
+        """What serves. Raises WeightsError where that is a mixture of two versions, which only
+        another process mends.
+        """
+        if self._torn is not None:
+            raise WeightsError(
+                "an update was interrupted, and the policy before it cannot be read again",
+                seen=str(self._torn),
+                allowed=f"a new worker, of {self.versions}",
+                reason="WEIGHTS_TORN",
+            )
+        return self._policy
+
+    @property
+    def number_format(self) -> str:
+        """What the serving policy computes with."""
+        return self._serving.number_format
 
     @property
     def versions(self) -> VersionSet:
@@ -61,16 +79,15 @@ class EngineWeights:
     def prepare(self, target: Target, version: int, path: Path) -> None:
         """Load and check a version.
 
-        Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
+        Raises WeightsError, DataLoss, InvalidInput, ResourceExhausted or MissingCapability.
         """
         policy = target is Target.POLICY
-        loaders = self._loaders
-        read = loaders.load if policy else self._speculation.drafters.prepare
-        self._prepared.put(target, version, (path, loaders.number_format, read(path)))
+        read = self._model.staged if policy else self._speculation.drafters.prepare
+        self._prepared.put(target, version, read(path))
 
     def stop_rounding(self) -> None:
         """Policies that are prepared from now on are read without rounding."""
-        self._loaders = self._loaders.full or self._loaders
+        self._model = self._model.unrounded()
 
     def forget(self, target: Target, version: int) -> None:
         """Drop a prepared version, if there is one."""
@@ -79,30 +96,65 @@ class EngineWeights:
     def commit(self, versions: VersionSet) -> bool:
         """Serve a set; True when the policy changed.
 
-        Raises WeightsError and changes nothing when a part is missing.
+        Raises WeightsError and changes nothing when a part is missing, and what an update was
+        interrupted by when the old policy serves on.
         """
         changes = self._prepared.changes(versions)
-        for path, numbers, new in changes.values():
-            if isinstance(new, DecoderWeights):
-                self.policy, self._directory = new, self._directory and path
-                self.number_format = numbers
-                self._speculation.bind(new)
+        for new in changes.values():
+            if isinstance(new, StagedWeights):
+                self._serve_policy(new)
             else:
                 self._speculation.serve_drafter(new, over=self.versions.drafter)
         self._prepared.serve(versions)
-        if self._released:
-            self.release()
         return Target.POLICY in changes
 
+    def _serve_policy(self, new: StagedWeights) -> None:
+        if self._released:  # `resume` reads it, and binds the drafters to it
+            self._policy = replace(self._policy, head_hash=new.head_hash)
+            self._speculation.policy_changed()
+        else:
+            in_place = new.profile == self._serving.profile
+            self._policy = self._written_over(new) if in_place else self._beside(new)
+        self._serving, self._directory = replace(self._serving, profile=new.profile), new.path
+
+    def _written_over(self, new: StagedWeights) -> DecoderWeights:
+        check_staged(self.policy, new)
+        try:
+            policy = written_over(self.policy, new)
+            self._speculation.bind(policy)
+        except BaseException as interrupted:
+            self._restore(interrupted)
+            raise
+        return policy
+
+    def _beside(self, new: StagedWeights) -> DecoderWeights:
+        policy = beside(self.policy, new)
+        self._speculation.bind(policy)
+        return policy
+
+    def _restore(self, interrupted: BaseException) -> None:
+        self._torn = interrupted  # until all of it is read, whatever else happens
+        try:
+            self._serving.restore(self._policy, self._directory)
+            self._speculation.drafters.bind(self._policy)
+        except (PacelineError, OSError, RuntimeError) as error:
+            self._torn = error
+            log.error("the serving policy is torn", of=str(self.versions), error=str(error))
+        else:
+            self._torn = None
+            log.warning(
+                "an update was interrupted; the policy before it serves",
+                of=str(self.versions),
+                error=str(interrupted),
+            )
+
     def release(self) -> int:
-        """Free the policy's memory, also that of a policy committed before `resume`; returns bytes,
-        0 where it stays.
-        """
-        if self._directory is None:
+        """Free the policy's memory until `resume`; returns bytes, 0 where it stays."""
+        if not self.memory_saver:
             return 0
         self._released = True
         freed = 0
-        for tensor in _tensors(self.policy):
+        for tensor in _tensors(self._policy):
             storage = tensor.untyped_storage()
             if storage.resizable():  # all but the rotation table
                 freed += storage.nbytes()  # 0 for one that tensors share, from the second on
@@ -111,10 +163,9 @@ class EngineWeights:
 
     def resume(self) -> None:
         """Read the policy that serves again. Raises WeightsError, DataLoss or InvalidInput."""
-        if self._released and self._directory is not None:
-            self.policy = self._loaders.load(self._directory)
-            self.number_format = self._loaders.number_format
-            self._speculation.drafters.bind(self.policy)
+        if self._released:
+            self._policy = self._serving.load(self._directory)
+            self._speculation.drafters.bind(self._policy)
             self._released = False
 
 

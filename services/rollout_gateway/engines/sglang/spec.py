@@ -32,7 +32,14 @@ class SGLangConfig(Config):
     drafter_swap: Literal["in_place", "retract"] = "in_place"
     """What a new drafter does to running requests."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
-    """Further arguments of SGLang's server, by its own names; they come last."""
+    """Further arguments of SGLang's server, by its own names; they come last. Its quantization is
+    what spans of tokens are told to be computed with.
+    """
+
+    @property
+    def quantization(self) -> str:
+        """SGLang's name of what it rounds weights to; empty: it does not."""
+        return str(self.arguments.get("quantization") or "")
 
 
 class SGLangSpec(SGLangConfig, ModelSpec):
@@ -40,6 +47,11 @@ class SGLangSpec(SGLangConfig, ModelSpec):
 
     prefill_tokens: int = Field(default=2048, ge=16)
     """Prompt tokens of one prefill; SGLang's chunks are no shorter than 16."""
+
+    @property
+    def number_format(self) -> str:
+        """What the policy computes with."""
+        return self.quantization or self.dtype
 
     @property
     def speculator(self) -> str:

@@ -88,7 +88,8 @@ def audited(
     [
         ("reused", {}, "reused"),
         ("drafted", {}, f"arm={ARM}"),
-        ("quantised", {"quantize": "int8"}, "numbers=int8"),
+        ("quantised", {"profile": "int8"}, "numbers=int8"),
+        ("quantised", {"profile": "fp8_tensor"}, "numbers=fp8_tensor"),
     ],
 )
 def test_a_path_that_is_broken_on_purpose_is_named_and_in_quarantine_all_is_exact_again(

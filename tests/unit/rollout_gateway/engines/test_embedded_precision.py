@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.models.compiled import compiled_finish
-from paceline.models.int8 import Int8Matrix, quantized
 from paceline.models.loading import read_tensors
+from paceline.models.profiles import Profile
+from paceline.models.quantised import QuantisedMatrix, quantised
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -108,9 +109,9 @@ def round_trip(source: Path, target: Path) -> None:
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
-@pytest.mark.parametrize("quantize", ["", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("profile", ["", pytest.param("int8", marks=pytest.mark.slow)])
 def test_in_bfloat16_drafts_flip_near_ties_only(
-    quantize: str,
+    profile: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
@@ -118,11 +119,11 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
     """Another batch shape rounds differently, with drafts or one by one without them: under 2 % of
     draws.
     """
-    if quantize:
+    if profile:
         request.getfixturevalue("torchao")
     save_random(tmp_path, "llama", sharpness=6.0)
     batch = requests(SEQUENCES)
-    settings = {"dtype": "bfloat16", "quantize": quantize}
+    settings = {"dtype": "bfloat16", "profile": profile}
     expected = generate(build(tmp_path, **settings), batch, "off")
     assert {len(tokens) for tokens, _ in expected.values()} == {LONGEST}
     flipped, draws = {}, {}
@@ -155,7 +156,7 @@ def test_int8_says_what_a_plain_engine_says_of_the_weights_that_eight_bits_keep(
     )
     assert said(expected) != said(generate(build(tmp_path / "whole"), batch, "off"))
     for arm in ARMS:
-        assert said(generate(build(tmp_path / "whole", quantize="int8"), batch, arm)) == said(
+        assert said(generate(build(tmp_path / "whole", profile="int8"), batch, arm)) == said(
             expected
         ), arm
 
@@ -166,7 +167,7 @@ def test_a_new_version_is_served_in_eight_bits_too(tmp_path: Path) -> None:
     save_random(tmp_path / "new", "llama", seed=1, sharpness=6.0)
     round_trip(tmp_path / "new", tmp_path / "kept")
     batch = requests(8)
-    engine = build(tmp_path / "old", quantize="int8")
+    engine = build(tmp_path / "old", profile="int8")
     engine.prepare_weights(Target.POLICY, 1, tmp_path / "new")
     engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
     assert said(generate(engine, batch, "eagle:3_1_4")) == said(
@@ -181,12 +182,12 @@ def test_only_the_policys_matrices_are_rounded(
     save_random(tmp_path, "llama")
     rounded: list[tuple[int, ...]] = []
 
-    def noted(weight: torch.Tensor) -> Int8Matrix:
+    def noted(weight: torch.Tensor, profile: Profile) -> QuantisedMatrix:
         rounded.append(tuple(weight.shape))
-        return quantized(weight)
+        return quantised(weight, profile)
 
-    monkeypatch.setattr("paceline.models.loading.quantized", noted)
-    plain, eight = build(tmp_path), build(tmp_path, quantize="int8")
+    monkeypatch.setattr("paceline.models.records.quantised", noted)
+    plain, eight = build(tmp_path), build(tmp_path, profile="int8")
     assert rounded == [(96, 48), (48, 48), (160, 48), (48, 80)] * 3
     assert eight.lm_head_hash == plain.lm_head_hash
 
@@ -198,32 +199,32 @@ def test_int8_without_torchao_is_refused_at_the_start(
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"paceline\[int8\]"):
-        build(tmp_path, quantize="int8")
+        build(tmp_path, profile="int8")
     build(tmp_path)
 
 
 def test_other_quantisations_are_refused() -> None:
-    with pytest.raises(ValidationError, match="quantize"):
-        EmbeddedSpec.model_validate({"model_dir": "m", "quantize": "int4"})
+    with pytest.raises(ValidationError, match="profile"):
+        EmbeddedSpec.model_validate({"model_dir": "m", "profile": "int4"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["", "int8"])
+@pytest.mark.parametrize("profile", ["", "int8"])
 def test_greedy_tokens_of_the_compiled_engine_are_the_plain_ones(
-    quantize: str, tmp_path: Path, request: pytest.FixtureRequest
+    profile: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if quantize:
+    if profile:
         request.getfixturevalue("torchao")
     assert not EmbeddedSpec.model_validate({"model_dir": "m"}).compile
     save_random(tmp_path, "llama", sharpness=6.0)
     batch = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(12)]
-    expected = generate(build(tmp_path, quantize=quantize), batch, "off")
+    expected = generate(build(tmp_path, profile=profile), batch, "off")
     assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, (
         "choose other seeds: a near-tie may flip"
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = build(tmp_path, quantize=quantize, compile=True)
+    compiled = build(tmp_path, profile=profile, compile=True)
     for arm in ARMS:
         assert said(generate(compiled, batch, arm)) == said(expected), arm
     counted = torch._dynamo.utils.counters["stats"]

@@ -139,3 +139,11 @@ def test_sglang_puts_no_numbers_where_logits_are_none_whatever_its_surroundings_
     started: list[dict[str, str]] = []
     host.restarted(spec())
     assert started[0]["SGLANG_SANITIZE_NAN_LOGITS"] == "0"
+
+
+def test_what_sglang_rounds_to_is_the_number_format_of_its_tokens() -> None:
+    def format_of(**arguments: str) -> str:
+        return SGLangSpec(model_dir="m", dtype="bfloat16", arguments=arguments).number_format
+
+    assert format_of() == "bfloat16"
+    assert format_of(quantization="w8a8_int8") == "w8a8_int8"

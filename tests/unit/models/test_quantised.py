@@ -1,4 +1,4 @@
-"""Matrices in eight bits: how far a weight may move, and what that does to products and logits."""
+"""Matrices in eight bits, of every profile: how far a weight may move, and what that does to products and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_models import FAMILIES, save_random
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WeightsError
 from paceline.models.cache import StaticCache
 from paceline.models.config import read_config
 from paceline.models.decoder import (
@@ -24,10 +24,19 @@ from paceline.models.decoder import (
     head_logits,
     make_block,
 )
-from paceline.models.int8 import FUSED_ROWS, Int8Matrix, quantized
 from paceline.models.loading import build_weights, read_tensors
+from paceline.models.profiles import PROFILES, ROUNDED, Profile
+from paceline.models.quantised import (
+    EXACT_COLUMNS,
+    FUSED_ROWS,
+    Fp8Matrix,
+    Int8Matrix,
+    RoundedMatrix,
+    quantised,
+)
 
 MATRICES = ("qkv", "output", "gate_up", "down")
+INT8 = PROFILES["int8"]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -66,7 +75,7 @@ def test_no_weight_moves_by_more_than_half_a_step_of_its_row(
         * 10**magnitude
     )
     weight = weight.to(dtype)
-    matrix = quantized(weight)
+    matrix = quantised(weight, INT8)
     assert matrix.values.dtype == torch.int8
     assert matrix.scales.dtype == dtype
     step = matrix.scales.double().numpy()[:, None]
@@ -87,7 +96,7 @@ def test_numbers_are_those_of_torchaos_own_weight_only_quantisation() -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     linear = torch.nn.Linear(96, 64, bias=False)
-    matrix = quantized(linear.weight.detach())
+    matrix = quantised(linear.weight.detach(), INT8)
     quantize_(torch.nn.Sequential(linear), Int8WeightOnlyConfig())
     np.testing.assert_allclose(
         served(matrix), linear.weight.dequantize().double().numpy(), rtol=1e-6
@@ -97,7 +106,7 @@ def test_numbers_are_those_of_torchaos_own_weight_only_quantisation() -> None:
 @pytest.mark.usefixtures("torchao")
 def test_a_row_of_zeros_stays_zero() -> None:
     weight = torch.tensor([[0.5, -0.25], [0.0, 0.0], [1.0, 0.125]])
-    matrix = quantized(weight)
+    matrix = quantised(weight, INT8)
     assert served(matrix)[1].tolist() == [0.0, 0.0]
     assert np.isfinite(served(matrix)).all()
     assert (matrix.scales > 0).all()
@@ -163,7 +172,7 @@ def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
     """
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, int8=True)
+    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
     eight = replace(eight, finish=finish)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -186,7 +195,7 @@ def test_logits_stay_near_those_of_the_whole_weights(family: str, tmp_path: Path
     save_random(tmp_path, family)
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
     plain = build_weights(config, tensors, dtype=torch.float32, positions=32)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, int8=True)
+    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected, seen = logits(plain, ids), logits(eight, ids)
@@ -199,7 +208,7 @@ def test_embedding_norms_and_head_stay_as_they_are(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
     plain = build_weights(config, tensors, dtype=torch.float32, positions=8)
-    eight = build_weights(config, tensors, dtype=torch.float32, positions=8, int8=True)
+    eight = build_weights(config, tensors, dtype=torch.float32, positions=8, profile=INT8)
     for name in ("embed", "norm", "head"):
         assert torch.equal(getattr(eight, name), getattr(plain, name))
     assert eight.head_hash == plain.head_hash
@@ -215,4 +224,119 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[int8\]'"):
-        quantized(torch.ones(2, 2))
+        quantised(torch.ones(2, 2), INT8)
+
+
+E4M3 = [PROFILES["fp8_channel"], PROFILES["fp8_tensor"]]
+
+
+@pytest.mark.parametrize("profile", E4M3, ids=lambda one: one.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 70), st.floats(-6, 4))
+def test_no_weight_in_e4m3_moves_by_more_than_half_its_spacing(
+    dtype: torch.dtype, profile: Profile, seed: int, rows: int, width: int, magnitude: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(rows, width, generator=generator) * 10**magnitude).to(dtype)
+    matrix = quantised(weight, profile)
+    assert matrix.values.dtype == torch.float8_e4m3fn
+    assert matrix.scales.shape == ((rows,) if profile.scale_per == "row" else (1,))
+    exact, step = weight.double().numpy(), matrix.scales.double().numpy()[:, None]
+    moved = np.abs(matrix.values.double().numpy() * step - exact)
+    # Three bits behind the leading one; below 2^-6 numbers are 2^-9 apart. 2^-20: the division.
+    assert (moved <= (np.abs(exact) * 2**-4 + step * 2**-10) * (1 + 2**-20)).all()
+    largest = np.abs(exact).max(axis=1, keepdims=True) if len(step) > 1 else np.abs(exact).max()
+    assert (step <= np.maximum(largest / 448 * (1 + 2**-7), 1.2e-7)).all()
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("profile", E4M3, ids=lambda one: one.name)
+def test_scales_of_e4m3_are_torchaos(profile: Profile) -> None:
+    from torchao.quantization.quant_primitives import _choose_scale_float8
+
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(1))
+    block = [1, 96] if profile.scale_per == "row" else [40, 96]
+    wanted = _choose_scale_float8(weight, block)
+    torch.testing.assert_close(
+        quantised(weight, profile).scales, wanted.view(-1), rtol=1e-6, atol=0
+    )
+
+
+def test_every_number_of_e4m3_is_multiplied_as_it_is() -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    values = bits[(bits & 127) != 127].view(torch.float8_e4m3fn)[:, None]  # but NaN
+    matrix = Fp8Matrix(values, torch.ones(1))
+    assert torch.equal(matrix.product(torch.ones(1, 1))[0], values[:, 0].float())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("width", [96, EXACT_COLUMNS, 2500])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounded_activations_are_multiplied_as_whole_numbers(
+    dtype: torch.dtype, width: int, rows: int
+) -> None:
+    """Beside int64: sums of up to 2500 products of eight bits do not fit into float32."""
+    kept = stored(5, 70, width, dtype)
+    matrix = RoundedMatrix(kept.values, kept.scales)
+    x = (3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(6))).to(dtype)
+    exact = x.double().numpy()
+    step = np.float32(np.abs(exact).max(axis=1, keepdims=True)) / np.float32(127)
+    whole = np.rint(np.float32(exact) / step).astype(np.int64)
+    assert np.abs(whole).max() == 127
+    sums = whole @ matrix.values.numpy().astype(np.int64).T
+    wanted = sums * step.astype(np.float64) * matrix.scales.double().numpy()
+    # Three roundings of float32 on the way, and the dtype of the result.
+    relative = 2**-8 if dtype == torch.bfloat16 else 2**-22
+    np.testing.assert_allclose(matrix.product(x).double().numpy(), wanted, rtol=relative)
+
+
+def test_rows_of_rounded_activations_do_not_depend_on_their_neighbours() -> None:
+    for dtype in DTYPES:
+        kept = stored(3, 70, 96, dtype)
+        matrix = RoundedMatrix(kept.values, kept.scales)
+        x = torch.randn(40, 96, generator=torch.Generator().manual_seed(4)).to(dtype)
+        whole = matrix.product(x)
+        for start in range(0, 40, 7):
+            assert torch.equal(matrix.product(x[start : start + 5]), whole[start : start + 5])
+
+
+def test_activations_of_zeros_stay_zero() -> None:
+    kept = stored(5, 70, 96, torch.float32)
+    assert torch.equal(
+        RoundedMatrix(kept.values, kept.scales).product(torch.zeros(2, 96)), torch.zeros(2, 70)
+    )
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_few_rows_at_once_are_rounded_as_all_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(70, 96, generator=torch.Generator().manual_seed(2))
+    whole = quantised(weight, PROFILES[name])
+    monkeypatch.setattr("paceline.models.quantised.ROUNDED_AT_ONCE", 1000)
+    parts = quantised(weight, PROFILES[name])
+    assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
+    assert torch.equal(parts.scales, whole.scales)
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_scale_that_is_not_finite_is_refused_with_its_value(name: str, wrong: float) -> None:
+    weight = torch.randn(8, 16)
+    weight[3, 4] = wrong
+    with pytest.raises(WeightsError, match=rf"scales? .*not finite; seen: ({wrong}|nan)"):
+        quantised(weight, PROFILES[name])
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_profile_keeps_its_numbers_as_the_table_says(name: str) -> None:
+    profile = PROFILES[name]
+    matrix = quantised(torch.randn(8, 16), profile)
+    assert str(matrix.values.dtype) == f"torch.{profile.weight_dtype}"
+    assert len(matrix.scales) == {"row": 8, "matrix": 1}[profile.scale_per]
+    x = torch.randn(2, 16)
+    rounds = not torch.allclose(matrix.product(x), x @ matrix.whole().T, rtol=1e-5, atol=1e-6)
+    assert rounds == bool(profile.activations)

@@ -1,0 +1,273 @@
+"""Serves later versions of a model in the storages of the first (FlashRL; Liu et al. 2025): whoever
+holds a tensor of it, be it a view or a captured CUDA graph, computes with the new numbers.
+
+A version is read, put together and rounded one tensor at a time (records.py) into a file without a
+name: `staged`. Serving it is then one copy per tensor (`serve_staged`). The memory that this takes
+is that of the largest tensor as it is loaded; what is staged lies in the page cache, and on the
+disk.
+
+A copy that is interrupted leaves the tensors before it new and those behind it old. The serving set
+is then read from its own files again, into the same storages. Rounding has no randomness, so it
+comes to the bits it had.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ResourceExhausted, WeightsError
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import DecoderWeights, Finish, Matrix
+from paceline.models.loading import (
+    assembled,
+    build_weights,
+    built_of,
+    checked_model,
+    hash_head,
+    read_tensors,
+    stored_head,
+)
+from paceline.models.profiles import Profile
+from paceline.models.quantised import QuantisedMatrix, as_matrix
+from paceline.models.records import ServedTensor, model_records
+
+ALIGNED = 64
+"""Bytes that each tensor in the file begins at a multiple of."""
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of storages by name: a place, of a rounded matrix `<place>.values` and
+`<place>.scales`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """A version in a file, laid out as it will be served."""
+
+    profile: Profile | None
+    tensors: Mapping[str, Tensor]
+    """Views of the mapped file, on the CPU."""
+    head_hash: str
+    path: Path
+    """Where it was read."""
+
+    @property
+    def layout(self) -> Layout:
+        """What the storages must be that it is copied into."""
+        return layout_of(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """How an engine serves the versions of one model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    positions: int
+    """Rows of the rotation table."""
+    profile: Profile | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    finish: Finish | None = None
+
+    @property
+    def number_format(self) -> str:
+        """What spans of tokens are told to be computed with."""
+        return self.profile.name if self.profile else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def records(self) -> tuple[ServedTensor, ...]:
+        """What is made of which tensors."""
+        return tuple(model_records(self.config))
+
+    def unrounded(self) -> ServedModel:
+        """The same without a profile."""
+        return replace(self, profile=None)
+
+    def load(self, path: Path) -> DecoderWeights:
+        """A version in storages of its own.
+
+        Raises InvalidInput, DataLoss, WeightsError or ConfigError saying what is wrong.
+        """
+        weights = build_weights(
+            self.config,
+            read_tensors(path),
+            dtype=self.dtype,
+            positions=self.positions,
+            device=self.device,
+            profile=self.profile,
+        )
+        return replace(weights, finish=self.finish)
+
+    def built(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Storages by name, one record after the other, of those that all parts are given of.
+
+        Raises WeightsError where some are given and some are not.
+        """
+        for record in self.records:
+            there = [part.name for part in record.parts if part.name in tensors]
+            if there and len(there) < len(record.parts):
+                lacking = [part.name for part in record.parts if part.name not in tensors]
+                raise WeightsError(
+                    f"{record.place} is served whole: {lacking[0]} is missing",
+                    seen=", ".join(there),
+                    allowed=", ".join(part.name for part in record.parts),
+                )
+            if there:
+                matrix = built_of(record, tensors, self.dtype, self.device, self.profile)
+                yield from storages_of({record.place: matrix})
+
+    def staged(self, path: Path) -> StagedWeights:
+        """Reads a version. The file lies in its directory where that can be written, else where
+        temporary files do.
+
+        Raises as `load` does, and ResourceExhausted where the disk is full.
+        """
+        named = checked_model(self.config, read_tensors(path))
+        with _unnamed_file(path) as file:
+            tensors = _written(file, self.built(named))
+        return StagedWeights(self.profile, tensors, hash_head(stored_head(named)), path)
+
+    def restore(self, weights: DecoderWeights, path: Path) -> None:
+        """Reads the version that serves into its storages again. Raises as `load` does."""
+        found = storages(weights)
+        for name, tensor in self.built(checked_model(self.config, read_tensors(path))):
+            overwrite(found[name], tensor)
+
+
+def serve_staged(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
+    """The weights with a version's numbers in the storages that they have. Raises as `check_staged`
+    does, before anything is changed.
+    """
+    check_staged(weights, staged)
+    return written_over(weights, staged)
+
+
+def check_staged(weights: DecoderWeights, staged: StagedWeights) -> None:
+    """Raises WeightsError where a version is laid out for another model or profile, or where a
+    scale is not finite.
+    """
+    check_layout(layout_of(storages(weights)), staged.layout)
+    for name, tensor in staged.tensors.items():
+        if name.endswith(".scales") and not torch.isfinite(tensor).all():
+            wrong = tensor[~torch.isfinite(tensor)]
+            raise WeightsError(
+                f"{name}: {len(wrong)} are not finite", seen=float(wrong[0]), allowed="finite"
+            )
+
+
+def written_over(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
+    """The weights after a copy for each tensor of a version that has been checked.
+
+    Where one raises, those before it are new and those behind it old.
+    """
+    found = storages(weights)
+    for name, tensor in staged.tensors.items():
+        overwrite(found[name], tensor)
+    return replace(weights, head_hash=staged.head_hash)
+
+
+def overwrite(storage: Tensor, numbers: Tensor) -> None:
+    """Gives a storage that serves other numbers."""
+    storage.copy_(numbers)
+
+
+def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
+    """The version in storages of its own, with what all versions share: for one whose profile is
+    another than the serving one's.
+    """
+    device = weights.head.device
+    built: dict[str, Matrix] = {}
+    for name, tensor in staged.tensors.items():
+        place, _, kind = name.rpartition(".")
+        own = tensor.to(device, copy=True)
+        if kind == "values" and staged.profile is not None:
+            scales = staged.tensors[f"{place}.scales"].to(device, copy=True)
+            built[place] = as_matrix(staged.profile, own, scales)
+        elif kind != "scales":
+            built[name] = own
+    made = assembled(weights.config, built, weights.rotation, staged.head_hash)
+    return replace(made, finish=weights.finish)
+
+
+def storages(weights: DecoderWeights) -> dict[str, Tensor]:
+    """The second record: storages by name, a tied head under the embedding's alone."""
+    parts: dict[str, Matrix] = {"embed": weights.embed}
+    for index, layer in enumerate(weights.layers):
+        for one in fields(layer):
+            part = getattr(layer, one.name)
+            if part is not None:
+                parts[f"layers.{index}.{one.name}"] = part
+    parts["norm"] = weights.norm
+    if weights.head is not weights.embed:
+        parts["head"] = weights.head
+    return dict(storages_of(parts))
+
+
+def storages_of(parts: Mapping[str, Matrix]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, of a rounded matrix both."""
+    for place, part in parts.items():
+        if isinstance(part, QuantisedMatrix):
+            yield f"{place}.values", part.values
+            yield f"{place}.scales", part.scales
+        else:
+            yield place, part
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """Their dtypes and shapes."""
+    return {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+
+
+def check_layout(serving: Layout, staged: Layout) -> None:
+    """Raises WeightsError where a version does not fit into the storages that serve."""
+    for name, wanted in staged.items():
+        if serving.get(name) != wanted:
+            raise WeightsError(
+                f"{name} is laid out for another model or profile",
+                seen=wanted,
+                allowed=serving.get(name, f"one of the {len(serving)} names that are served"),
+            )
+
+
+def _unnamed_file(directory: Path) -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile(dir=directory)
+    except OSError:  # a directory that is not ours to write to
+        return tempfile.TemporaryFile()
+
+
+def _written(file: IO[bytes], tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Views of the file after all of these have been written."""
+    places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+    end = 0
+    for name, tensor in tensors:
+        places[name] = (end, tensor.dtype, tuple(tensor.shape))
+        raw = tensor.cpu().contiguous().view(torch.uint8).numpy()
+        try:
+            file.seek(end)
+            file.write(raw.data)
+            file.flush()
+        except OSError as error:
+            raise ResourceExhausted(
+                f"no room to stage {name}: {error.strerror}",
+                seen=f"{end + raw.nbytes} bytes",
+                allowed="what the disk has left",
+            ) from error
+        end += -(-raw.nbytes // ALIGNED) * ALIGNED
+    file.truncate(end)
+    # Private: torch wants memory that it might write to.
+    mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_COPY)
+    return {
+        name: torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=begin).view(
+            shape
+        )
+        for name, (begin, dtype, shape) in places.items()
+    }

@@ -1,0 +1,237 @@
+"""Weight matrices in eight bits. Owns their numbers and their products; which matrices these are is
+loading's choice, which numbers and scales there are stands in profiles.py.
+
+Symmetric: W[n, k] = values[n, k] * scales[n], or one scale for all. Of INT8 torchao chooses the
+scales and rounds, as its Int8WeightOnlyConfig does; of FP8 a scale is the largest weight / 448, the
+largest number of e4m3 (Micikevicius et al. 2022, arXiv 2209.05433). torchao's tensor subclasses are
+not used: every product through them takes 10-20 us of Python dispatch, more than a whole product of
+a small model (4 us), and never reaches the fused CPU kernel below.
+
+Products of Int8Matrix, timed on one core with AVX-512 against a plain matrix in bfloat16:
+- bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight.
+  From 512 x 1408 on it
+  takes 0.5-0.7 of the time for one row, 1.5 for eight rows in a warm cache. From about twelve rows
+  on it loses to
+- values in the activations' dtype, one product, scales on the result: costs a cast of the matrix
+  per product. In float32 there is the second only; the fused kernel takes ten times as long there.
+  A step of 8 layers of 512 x 1408, more than the caches hold: one row 9.9 -> 5.6 ms in float32, 8.0
+  -> 3.4 ms in bfloat16; eight rows 16 -> 14, 11 -> 9. Where the weights fit into the caches float32
+  gains nothing.
+
+A row of the fused product, and of a product of whole numbers (RoundedMatrix), is the same whatever
+rows stand beside it. The other products round like a plain matrix: in float32 draws differ at
+near-ties only, in bfloat16 they may differ between batch shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.errors import ConfigError, WeightsError
+from paceline.models.profiles import Profile
+
+EPSILON = torch.finfo(torch.float32).eps
+"""Smallest scale: a row of zeros has one too."""
+FUSED_ROWS = 8
+"""Most rows of activations that the fused kernel gets."""
+LARGEST = 127
+"""Of a rounded activation, either sign."""
+E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+EXACT_COLUMNS = 1024
+"""float32 adds so many products of two numbers of eight bits without rounding: 1024 * 127 * 128 <
+2^24.
+"""
+ROUNDED_AT_ONCE = 1 << 20
+"""Weights: what rounding needs beside the matrix is a few times as many numbers."""
+_INT_MM_ROWS = 17
+"""Fewest rows that torch._int_mm takes on CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    """A matrix W [N, K] in eight bits; W[n, k] = values[n, k] * scales[n]."""
+
+    values: Tensor
+    """int8 or float8_e4m3fn [N, K]"""
+    scales: Tensor
+    """[N], or [1] for all rows; the activations' dtype"""
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T: [M, N] of activations x [M, K]."""
+        raise NotImplementedError
+
+    def whole(self) -> Tensor:
+        """W as it is multiplied with, float32 [N, K]."""
+        return self.values.float() * self.scales.float()[:, None]
+
+
+class Int8Matrix(QuantisedMatrix):
+    """int8 weights, activations as they are."""
+
+    __slots__ = ()
+
+    def product(self, x: Tensor) -> Tensor:
+        """See QuantisedMatrix.product."""
+        if x.dtype == torch.bfloat16 and x.shape[0] <= FUSED_ROWS and x.device.type == "cpu":
+            return torch._weight_int8pack_mm(x, self.values, self.scales)
+        return functional.linear(x, self.values.to(x.dtype)).mul_(self.scales)
+
+
+class RoundedMatrix(QuantisedMatrix):
+    """int8 weights; activations are rounded to int8 too, with a scale for each row of x: its
+    largest number / 127.
+
+    The product adds whole numbers without rounding, so it is the same on every device.
+    """
+
+    __slots__ = ()
+
+    def product(self, x: Tensor) -> Tensor:
+        """See QuantisedMatrix.product."""
+        exact = x.float()
+        step = exact.abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(LARGEST)
+        product = _whole_product((exact / step).round_(), self.values)
+        return product.mul_(step).mul_(self.scales.float()).to(x.dtype)
+
+
+class Fp8Matrix(QuantisedMatrix):
+    """e4m3 weights; activations as they are on the CPU, e4m3 per row of x on CUDA."""
+
+    __slots__ = ()
+
+    def product(self, x: Tensor) -> Tensor:
+        """See QuantisedMatrix.product."""
+        if x.device.type == "cuda":
+            return self._on_tensor_cores(x)
+        # 256: see _in_half.
+        return functional.linear(x, _in_half(self.values).to(x.dtype)).mul_(self.scales * 256)
+
+    def _on_tensor_cores(self, x: Tensor) -> Tensor:
+        step = x.float().abs().amax(1, keepdim=True).clamp_(min=EPSILON).div_(E4M3_LARGEST)
+        rounded = (x.float() / step).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+        scales = self.scales.float().expand(len(self.values))[None].contiguous()
+        # Scales of single rows ask for a result in bfloat16.
+        return torch._scaled_mm(
+            rounded, self.values.t(), scale_a=step, scale_b=scales, out_dtype=torch.bfloat16
+        ).to(x.dtype)
+
+
+_KINDS: dict[str, type[QuantisedMatrix]] = {
+    "int8": Int8Matrix,
+    "int8_w8a8": RoundedMatrix,
+    "fp8_channel": Fp8Matrix,
+    "fp8_tensor": Fp8Matrix,
+}
+
+
+def as_matrix(profile: Profile, values: Tensor, scales: Tensor) -> QuantisedMatrix:
+    """Numbers of a profile as what multiplies by them."""
+    return _KINDS[profile.name](values, scales)
+
+
+def quantised(weight: Tensor, profile: Profile) -> QuantisedMatrix:
+    """A matrix [N, K] as `profile` keeps it, each element within half a step of where it was: its
+    scale for int8, 2^-4 of itself (and its scale * 2^-10) for e4m3.
+
+    Scales have the dtype of `weight`. Beside the matrix itself memory for ROUNDED_AT_ONCE numbers
+    is taken. Raises WeightsError for a scale that is not finite, ConfigError when torchao, which
+    int8 needs, is not installed.
+    """
+    values = torch.empty(weight.shape, dtype=getattr(torch, profile.weight_dtype))
+    values = values.to(weight.device)
+    rows = max(1, ROUNDED_AT_ONCE // weight.shape[1])
+    if profile.weight_dtype == "int8":
+        scales = torch.cat(
+            [_int8(*part) for part in zip(weight.split(rows), values.split(rows), strict=True)]
+        )
+    else:
+        scales = _e4m3_scales(weight, per_row=profile.scale_per == "row")
+        _check_finite(scales)
+        for part, out, own in zip(
+            weight.split(rows),
+            values.split(rows),
+            scales.expand(len(weight)).split(rows),
+            strict=True,
+        ):
+            exact = (part.float() / own.float()[:, None]).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+            out.copy_(exact.to(out.dtype))
+    return as_matrix(profile, values, scales)
+
+
+def _int8(weight: Tensor, out: Tensor) -> Tensor:
+    """Rounds some rows into `out`; returns their scales."""
+    try:
+        from torchao.quantization import MappingType, choose_qparams_affine, quantize_affine
+    except ImportError as error:
+        raise ConfigError(
+            "INT8 weights need torchao: pip install 'paceline[int8]'",
+            seen=str(error),
+            allowed="profile = '', fp8_channel or fp8_tensor",
+        ) from error
+
+    exact, block = weight.float(), (1, weight.shape[1])
+    wanted, zeros = choose_qparams_affine(
+        exact,
+        MappingType.SYMMETRIC,
+        block,
+        torch.int8,
+        eps=EPSILON,
+        scale_dtype=torch.float32,
+        zero_point_dtype=torch.int32,
+    )
+    scales = _rounded_up(wanted, weight.dtype)
+    _check_finite(scales)
+    out.copy_(quantize_affine(exact, block, scales.float(), zeros, torch.int8))
+    return scales.view(-1)
+
+
+def _e4m3_scales(weight: Tensor, *, per_row: bool) -> Tensor:
+    low, high = (
+        torch.aminmax(weight, dim=1) if per_row else torch.aminmax(weight.view(1, -1), dim=1)
+    )
+    largest = torch.maximum(high.float(), -low.float())
+    return _rounded_up((largest / E4M3_LARGEST).clamp_(min=EPSILON), weight.dtype)
+
+
+def _rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in another dtype, none smaller: a smaller one would cut off its row's largest
+    weight.
+    """
+    near = scales.to(dtype)
+    return torch.where(near < scales, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
+
+
+def _check_finite(scales: Tensor) -> None:
+    wrong = scales[~torch.isfinite(scales)]
+    if len(wrong):
+        raise WeightsError(
+            f"{len(wrong)} scales are not finite", seen=float(wrong[0]), allowed="finite"
+        )
+
+
+def _whole_product(x: Tensor, values: Tensor) -> Tensor:
+    """x values^T, float32 [M, N], of whole numbers x float32 [M, K] and int8 [N, K]; sums are
+    exact, and rounded once.
+    """
+    if values.device.type == "cuda":
+        rows = max(_INT_MM_ROWS - len(x), 0)
+        padded = functional.pad(x.to(torch.int8), (0, 0, 0, rows))
+        return torch._int_mm(padded, values.t())[: len(x)].float()
+    if torch.cpu._is_vnni_supported():
+        return torch._int_mm(x.to(torch.int8), values.t()).float()
+    if x.shape[1] <= EXACT_COLUMNS:
+        return functional.linear(x, values.float())
+    # Without these instructions _int_mm takes 4 to 20 times as long as the product in float32.
+    parts = zip(x.split(EXACT_COLUMNS, 1), values.split(EXACT_COLUMNS, 1), strict=True)
+    return sum(functional.linear(a, b.float()).double() for a, b in parts).float()  # type: ignore[union-attr]
+
+
+def _in_half(values: Tensor) -> Tensor:
+    """e4m3 numbers / 256 in float16, exactly: the bits of one are, moved up, those of the other
+    with an exponent that begins 8 lower. Faster on the CPU than torch's cast.
+    """
+    return (values.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14)).view(torch.half)

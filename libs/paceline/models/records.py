@@ -1,0 +1,137 @@
+"""Says which tensors of a checkpoint make which served tensor, and how: the first of the two
+records that an update in place needs (Liu et al. 2025, FlashRL), the second being the storages
+themselves (in_place.py).
+
+A checkpoint's tensor is turned (heads interleaved), rows of several are put together, the result is
+rounded. Each step is written down here once; shapes, loading and updates follow from it. Strides
+are those of contiguous tensors throughout, dtypes what a checkpoint may be stored in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.models.config import ModelConfig
+from paceline.models.profiles import Profile
+from paceline.models.quantised import QuantisedMatrix, quantised
+from paceline.models.rope import interleave
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A tensor as a checkpoint has it, before anything is made of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    heads: int = 0
+    """Heads whose halves are interleaved along the rows; 0: none are."""
+    repeated: int = 1
+    """It stands so often below itself."""
+
+    @property
+    def rows(self) -> int:
+        """Of what is made of it."""
+        return self.shape[0] if self.repeated == 1 else self.repeated
+
+    def turned(self, stored: Tensor) -> Tensor:
+        """Its rows as they are served."""
+        found = interleave(stored, self.heads) if self.heads else stored
+        return found if self.repeated == 1 else found.expand(self.repeated, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTensor:
+    """A tensor that the forward reads, and what it is made of: rows of its parts, one below the
+    other.
+    """
+
+    place: str
+    """A field of DecoderWeights or, as `layers.<index>.<field>`, of LayerWeights."""
+    parts: tuple[LoadedTensor, ...]
+    rounded: bool = False
+    """Whether a profile rounds it."""
+
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        """Of its parts, in a dtype, before anything is made of them."""
+        return sum(math.prod(part.shape) for part in self.parts) * dtype.itemsize
+
+    def built(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        profile: Profile | None,
+    ) -> Tensor | QuantisedMatrix:
+        """Its numbers, in memory of their own. Raises as `quantised` does."""
+        sizes = [part.rows for part in self.parts]
+        # A drafter's layer may read wider inputs than its config says.
+        first = tensors[self.parts[0].name].shape
+        width = first[1:] if self.parts[0].repeated == 1 else first
+        whole = torch.empty((sum(sizes), *width), dtype=dtype, device=device)
+        for part, rows in zip(self.parts, whole.split(sizes), strict=True):
+            rows.copy_(part.turned(tensors[part.name].detach()))
+        return quantised(whole, profile) if self.rounded and profile is not None else whole
+
+
+def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator[ServedTensor]:
+    """Of one decoder layer without its input_layernorm; prefix, of names in the checkpoint, and
+    place end with a dot, if they are not empty.
+    """
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": 0}
+    widths = {"q": config.num_heads * dim, "k": config.kv_width // 2, "v": config.kv_width // 2}
+
+    def attention(name: str, *shape: int, turned: int = 0, repeated: int = 1) -> LoadedTensor:
+        return LoadedTensor(f"{prefix}self_attn.{name}", shape, turned, repeated)
+
+    def mlp(name: str, *shape: int) -> LoadedTensor:
+        return LoadedTensor(f"{prefix}mlp.{name}_proj.weight", shape)
+
+    def fused(kind: str, *width: int) -> tuple[LoadedTensor, ...]:
+        return tuple(
+            attention(f"{one}_proj.{kind}", widths[one], *width, turned=heads[one]) for one in "qkv"
+        )
+
+    yield ServedTensor(f"{place}qkv", fused("weight", hidden), rounded=True)
+    if config.qkv_bias:
+        yield ServedTensor(f"{place}qkv_bias", fused("bias"))
+    if config.qk_norm:
+        norms = [
+            attention(f"{one}_norm.weight", dim, turned=1, repeated=heads[one]) for one in "qk"
+        ]
+        yield ServedTensor(f"{place}qk_norm", tuple(norms))
+    output = attention("o_proj.weight", hidden, widths["q"])
+    yield ServedTensor(f"{place}output", (output,), rounded=True)
+    if config.output_bias:
+        yield ServedTensor(f"{place}output_bias", (attention("o_proj.bias", hidden),))
+    yield _norm(f"{place}post_norm", f"{prefix}post_attention_layernorm", hidden)
+    up = (mlp("gate", inner, hidden), mlp("up", inner, hidden))
+    yield ServedTensor(f"{place}gate_up", up, rounded=True)
+    yield ServedTensor(f"{place}down", (mlp("down", hidden, inner),), rounded=True)
+
+
+def input_norm_record(config: ModelConfig, prefix: str, place: str = "") -> ServedTensor:
+    """The norm that a layer's input goes through, where there is one."""
+    return _norm(f"{place}input_norm", f"{prefix}input_layernorm", config.hidden_size)
+
+
+def model_records(config: ModelConfig) -> Iterator[ServedTensor]:
+    """Everything that is served of a checkpoint; of tied heads there is the embedding alone."""
+    table = (config.vocab_size, config.hidden_size)
+    yield ServedTensor("embed", (LoadedTensor("model.embed_tokens.weight", table),))
+    for index in range(config.num_layers):
+        prefix, place = f"model.layers.{index}.", f"layers.{index}."
+        yield input_norm_record(config, prefix, place)
+        yield from layer_records(config, prefix, place)
+    yield _norm("norm", "model.norm", config.hidden_size)
+    if not config.tie_word_embeddings:
+        yield ServedTensor("head", (LoadedTensor("lm_head.weight", table),))
+
+
+def _norm(place: str, name: str, width: int) -> ServedTensor:
+    return ServedTensor(place, (LoadedTensor(f"{name}.weight", (width,)),))

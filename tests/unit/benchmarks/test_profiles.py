@@ -1,0 +1,41 @@
+"""The bench of profiles: a row for each, beside the engine without one; what counts as right."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from benchmarks import profiles
+from benchmarks.engine.runs import Decoded, TimedRun
+from paceline.models.profiles import ROUNDED
+from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.tasks import Task
+
+DEMO = Path("examples/demo")
+
+
+@pytest.mark.slow
+def test_every_profile_has_a_row_beside_the_engine_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(profiles, "SCORED_TOKENS", 4)
+    parser = argparse.ArgumentParser()
+    profiles.add_arguments(parser)
+    words = ["--prompts", "2", "--batch", "2", "--max-tokens", "4", "--pairs", "1"]
+    result = uvloop.run(profiles.run(parser.parse_args(words)))
+    assert [row["profile"] for row in result.rows] == ["float32", *ROUNDED]
+    plain, *others = result.rows
+    assert plain["speed"] == "1.000 [1.000, 1.000]"
+    assert all(float(str(row["MiB"])) < float(str(plain["MiB"])) / 3 for row in others)
+    assert all(float(str(row["gap"])) > 100 * float(str(plain["gap"])) for row in others)
+
+
+def test_an_answer_is_right_when_what_follows_the_mark_is() -> None:
+    codec = TextCodec(DEMO / "policy_trained")
+    texts = ("-225005#005", "#006", "005", "#5")
+    run = TimedRun(1.0, tuple(Decoded(codec.encode_piece(text)) for text in texts))
+    tasks = [Task(str(number), "225:230=", "005") for number in range(len(texts))]
+    assert profiles.accuracy(run, tasks, codec) == 0.5

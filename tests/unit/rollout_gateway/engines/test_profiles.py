@@ -1,0 +1,275 @@
+"""The embedded engine under every profile: what it says, by which numbers, and what an update that
+is interrupted leaves behind.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import save_random
+from torch import Tensor
+
+from paceline.errors import WeightsError
+from paceline.models import in_place
+from paceline.models.decoder import DecoderWeights
+from paceline.models.in_place import storages
+from paceline.models.profiles import ROUNDED
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
+from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Withheld
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
+
+ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")
+LONGEST = 16
+ROUNDS = 2000
+PROFILES = ("", *ROUNDED)
+
+
+@pytest.fixture(autouse=True)
+def _torchao(request: pytest.FixtureRequest) -> None:
+    if "int8" in request.node.name:
+        pytest.importorskip("torchao", reason="torchao rounds to INT8: the extra `int8`")
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    found = [tmp_path_factory.mktemp(f"p{seed}") for seed in range(3)]
+    for seed, directory in enumerate(found):
+        save_random(directory, "llama", seed=seed, sharpness=6.0, num_hidden_layers=2)
+    return found
+
+
+def build(directory: Path, profile: str, **options: object) -> EmbeddedEngine:
+    settings = {
+        "model_dir": str(directory),
+        "drafter": "eagle",
+        "max_batch": 8,
+        "max_sequence_tokens": 64,
+        "profile": profile,
+        **options,
+    }
+    engine = build_embedded(EmbeddedSpec.model_validate(settings))
+    assert isinstance(engine, EmbeddedEngine)
+    return engine
+
+
+def requests(count: int) -> list[Request]:
+    rng = random.Random(5)
+    return [
+        Request(
+            number,
+            tuple(rng.randrange(3, 97) for _ in range(rng.randrange(2, 12))),
+            Sampling(seed=1, max_tokens=LONGEST, temperature=0.0, ignore_eos=True),
+        )
+        for number in range(count)
+    ]
+
+
+def generate(engine: EmbeddedEngine, batch: list[Request], arm: str = "off") -> dict[int, Chunk]:
+    engine.force_arm(arm)
+    for one in batch:
+        engine.enqueue(one)
+    ended = [chunk for _ in range(ROUNDS) if engine.has_work for chunk in engine.step()]
+    assert len(ended) == len(batch)
+    return {chunk.request_id: chunk for chunk in ended}
+
+
+def said(engine: EmbeddedEngine, arm: str = "off") -> dict[int, tuple[int, ...]]:
+    return {number: one.token_ids for number, one in generate(engine, requests(6), arm).items()}
+
+
+def serve(engine: EmbeddedEngine, version: int, path: Path) -> None:
+    engine.prepare_weights(Target.POLICY, version, path)
+    engine.commit_weights(VersionSet(version, version, 0), PauseMode.IN_PLACE)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_greedy_tokens_with_drafts_are_those_without_under_the_same_profile(
+    profile: str, versions: list[Path]
+) -> None:
+    batch = requests(16)
+    engine = build(versions[0], profile)
+    expected = generate(engine, batch)
+    assert min(one.smallest_gap for one in expected.values()) > NEAR_TIE_GAP, "other seeds"
+    for arm in ARMS[1:]:
+        found = generate(engine, batch, arm)
+        for number, one in expected.items():
+            assert found[number].token_ids == one.token_ids, (arm, number)
+    assert engine.load.speculation.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_spans_of_tokens_name_the_profile_of_the_set_that_drew_them(
+    profile: str, versions: list[Path]
+) -> None:
+    """Also behind a commit, and when rounding is withheld: then the next version's."""
+    engine = build(versions[0], profile)
+
+    def formats() -> set[str]:
+        chunks = generate(engine, requests(3)).values()
+        return {span.number_format for one in chunks for span in one.draw_spans}
+
+    named = profile or "float32"
+    assert formats() == {named}
+    serve(engine, 1, versions[1])
+    assert formats() == {named}
+    engine.quarantine(Withheld(rounding=True))
+    assert formats() == {named}
+    serve(engine, 2, versions[2])
+    assert formats() == {"float32"}
+    assert said(engine) == said(build(versions[2], ""))
+
+
+@pytest.mark.parametrize("profile", ["", "fp8_tensor"])
+def test_twenty_commits_keep_every_address_and_say_what_a_fresh_engine_says(
+    profile: str, versions: list[Path]
+) -> None:
+    engine = build(versions[0], profile)
+    held = storages(engine._weights.policy)
+    addresses = {name: one.data_ptr() for name, one in held.items()}
+    for version in range(1, 21):
+        serve(engine, version, versions[version % 3])
+    now = storages(engine._weights.policy)
+    assert {name: one.data_ptr() for name, one in now.items()} == addresses
+    assert said(engine) == said(build(versions[20 % 3], profile))
+
+
+class Interrupted(Exception):
+    """What a test puts between two tensors."""
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors an update still copies before one of which it copies a half; empty: all."""
+    left: list[int] = []
+    whole = in_place.overwrite
+
+    def some(storage: Tensor, numbers: Tensor) -> None:
+        if left and left[0] == 0:
+            left.clear()
+            half = max(1, len(storage) // 2)
+            whole(storage[:half], numbers[:half])
+            raise Interrupted
+        if left:
+            left[0] -= 1
+        whole(storage, numbers)
+
+    monkeypatch.setattr(in_place, "overwrite", some)
+    return left
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_an_update_that_is_interrupted_at_any_tensor_leaves_the_old_set_serving(
+    profile: str, versions: list[Path], fault: list[int]
+) -> None:
+    engine = build(versions[0], profile)
+    serve(engine, 1, versions[1])
+    before, head = said(engine), engine.lm_head_hash
+    names = list(storages(engine._weights.policy))
+    addresses = [one.data_ptr() for one in storages(engine._weights.policy).values()]
+    bits = {name: one.clone() for name, one in storages(engine._weights.policy).items()}
+    engine.prepare_weights(Target.POLICY, 2, versions[2])
+    for count, name in enumerate(names):
+        fault[:] = [count]
+        with pytest.raises(Interrupted):
+            engine.commit_weights(VersionSet(2, 2, 0), PauseMode.IN_PLACE)
+        assert not fault
+        assert engine.versions == VersionSet(1, 1, 0)
+        assert engine.lm_head_hash == head
+        for other, one in storages(engine._weights.policy).items():
+            assert torch.equal(one.view(torch.uint8), bits[other].view(torch.uint8)), (name, other)
+    assert said(engine) == before
+    assert [one.data_ptr() for one in storages(engine._weights.policy).values()] == addresses
+    engine.commit_weights(VersionSet(2, 2, 0), PauseMode.IN_PLACE)
+    assert said(engine) == said(build(versions[2], profile)) != before
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_serving(
+    profile: str, versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(versions[0], profile)
+    before = said(engine)
+    built = in_place.built_of
+    records = engine._weights._model.records
+    for count in range(len(records)):
+        seen = iter(range(len(records)))
+
+        def some(*given: object, at: int = count, seen: Iterator[int] = seen) -> object:
+            if next(seen) == at:
+                raise Interrupted
+            return built(*given)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(in_place, "built_of", some)
+            with pytest.raises(Interrupted):
+                engine.prepare_weights(Target.POLICY, 1, versions[1])
+        with pytest.raises(WeightsError, match="not prepared"):
+            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert said(engine) == before
+
+
+def test_requests_that_run_go_on_under_the_old_set_when_an_update_is_interrupted(
+    versions: list[Path], fault: list[int]
+) -> None:
+    engine = build(versions[0], "fp8_channel")
+    expected = said(engine)
+    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    for one in requests(6):
+        engine.enqueue(one)
+    for _ in range(4):
+        assert engine.step() == []
+    fault[:] = [5]
+    with pytest.raises(Interrupted):
+        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.RETRACT)
+    ended = [chunk for _ in range(ROUNDS) if engine.has_work for chunk in engine.step()]
+    assert {one.request_id: one.token_ids for one in ended} == expected
+    assert {span.policy_version for one in ended for span in one.version_spans} == {0}
+
+
+def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
+    versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(versions[0], "fp8_channel")
+    before, accepted = said(engine, "eagle:3_1_4"), engine.load.speculation.accepted_tokens
+    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    bind, failed = Drafters.bind, iter([True, False])
+
+    def once(drafters: Drafters, target: DecoderWeights) -> None:
+        if next(failed):
+            raise Interrupted
+        bind(drafters, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafters, "bind", once)
+        with pytest.raises(Interrupted):
+            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet()
+    assert said(engine, "eagle:3_1_4") == before
+    assert engine.load.speculation.accepted_tokens == 2 * accepted > 0
+
+
+def test_a_mixture_that_cannot_be_mended_serves_nobody(
+    versions: list[Path], tmp_path: Path, fault: list[int]
+) -> None:
+    shutil.copytree(versions[0], tmp_path / "gone")
+    engine = build(tmp_path / "gone", "fp8_channel")
+    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    shutil.rmtree(tmp_path / "gone")
+    fault[:] = [5]
+    with pytest.raises(Interrupted):
+        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    engine.enqueue(requests(1)[0])
+    for _ in range(2):
+        with pytest.raises(WeightsError, match=r"interrupted.*cannot be read again.*p0\.d0"):
+            engine.step()
+    with pytest.raises(WeightsError, match="interrupted"):
+        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)

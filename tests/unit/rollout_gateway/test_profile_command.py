@@ -1,0 +1,148 @@
+"""What `paceline profile` measures, prints and writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_models import save_random
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models.config import read_config
+from paceline.models.loading import read_tensors
+from paceline.models.profiles import PROFILES, ROUNDED, chosen_profile
+from paceline.services.rollout_gateway.engines.embedded import profile_report
+from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
+from paceline.services.rollout_gateway.engines.embedded.profile_report import measure_profile
+from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.profile_command import app
+
+DEMO = Path("examples/demo")
+PROMPTS = [(3, 4, 5, 6), (7, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are not what is tested."""
+    monkeypatch.setattr(profile_report, "TIMED", 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_random(directory, "llama", sharpness=4.0)
+    return directory
+
+
+def e4m3(weight: np.ndarray) -> np.ndarray:
+    """The nearest numbers of e4m3, ties to even: 4 significant bits, below 2^-6 steps of 2^-9."""
+    exponent = np.maximum(np.floor(np.log2(np.abs(weight) + 1e-300)), -6)
+    step = 2.0 ** (exponent - 3)
+    return np.rint(weight / step) * step
+
+
+def test_errors_are_those_of_a_rounding_in_float64(model: Path) -> None:
+    report = measure_profile(model, "fp8_channel", PROMPTS, tokens=2, dtype="float32")
+    found = {one.place: one for one in report.matrices}
+    assert len(found) == 3 * 4
+    stored = read_tensors(model)
+    exact = stored["model.layers.1.mlp.down_proj.weight"].double().numpy()
+    scale = np.abs(exact).max(axis=1, keepdims=True) / 448
+    off = e4m3(exact / scale) * scale - exact
+    norm = np.linalg.norm
+    error = found["layers.1.down"]
+    assert error.relative == pytest.approx(norm(off) / norm(exact), rel=1e-3)
+    assert error.worst_row == pytest.approx(
+        (norm(off, axis=1) / norm(exact, axis=1)).max(), rel=1e-3
+    )
+
+
+def test_weights_that_a_profile_holds_exactly_cost_nothing(model: Path, tmp_path: Path) -> None:
+    tensors = {
+        name: one.sign() * 0.0625 if "layers." in name and one.dim() == 2 else one
+        for name, one in read_tensors(model).items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    for profile in ("", "fp8_channel", "fp8_tensor"):
+        report = measure_profile(tmp_path, profile, PROMPTS, tokens=16, dtype="float32")
+        assert report.tokens == 32
+        assert report.gap_largest < 1e-4
+        assert abs(report.divergence) < 1e-5
+        assert all(one.relative < 1e-6 for one in report.matrices)
+
+
+@pytest.mark.parametrize("profile", ROUNDED)
+def test_a_profile_takes_less_memory_and_moves_log_probs(profile: str, model: Path) -> None:
+    if profile.startswith("int8"):
+        pytest.importorskip("torchao")
+    plain = measure_profile(model, "", PROMPTS, tokens=16, dtype="float32")
+    report = measure_profile(model, profile, PROMPTS, tokens=16, dtype="float32")
+    assert plain.gap_largest < 1e-4 < report.gap_mean <= report.gap_upper <= report.gap_largest
+    assert report.divergence > 1e-5
+    config = read_config(model)
+    matrices = config.num_layers * (
+        config.hidden_size * (2 * config.hidden_size + config.kv_width)
+        + 3 * config.hidden_size * config.intermediate_size
+    )
+    scales = config.num_layers * (
+        3 * config.hidden_size + config.kv_width + 2 * config.intermediate_size
+    )
+    kept = scales if PROFILES[profile].scale_per == "row" else 4 * config.num_layers
+    assert plain.bytes - report.bytes == 3 * matrices - 4 * kept
+    assert min(report.tokens_per_s, report.prepare_s, report.commit_s) > 0
+
+
+def test_what_is_written_chooses_the_profile_for_this_model_and_for_no_other(
+    model: Path, tmp_path: Path
+) -> None:
+    ran = CliRunner().invoke(
+        app,
+        [str(model), "fp8_tensor", "--prompts", "2", "--tokens", "4", "--out", str(tmp_path)],
+    )
+    assert ran.exit_code == 0, ran.output
+    lines = ran.output.splitlines()
+    assert "8 tokens drawn" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["profile", "float32", "fp8_tensor"]
+    file = tmp_path / "fp8_tensor.json"
+    assert len(json.loads(file.read_text())["matrices"]) == 12
+    config = read_config(model)
+    assert chosen_profile(str(file), config) == PROFILES["fp8_tensor"]
+    with pytest.raises(ConfigError, match="another model"):
+        chosen_profile(str(file), replace(config, num_layers=4))
+    build_embedded(EmbeddedSpec(model_dir=str(model), drafter="off", profile=str(file)))
+    save_random(tmp_path / "other", "llama", num_hidden_layers=4)
+    with pytest.raises(ConfigError, match=r"another model.*3 layers.*allowed.*4 layers"):
+        build_embedded(
+            EmbeddedSpec(model_dir=str(tmp_path / "other"), drafter="off", profile=str(file))
+        )
+
+
+def test_the_demos_policy_is_measured_on_its_tasks() -> None:
+    words = [
+        str(DEMO / "policy_start"),
+        "fp8_channel",
+        "--tasks",
+        str(DEMO / "tasks_heldout.jsonl"),
+    ]
+    ran = CliRunner().invoke(app, [*words, "--prompts", "2", "--tokens", "8"])
+    assert ran.exit_code == 0, ran.output
+    assert "vocabulary 320; float32, 16 tokens drawn" in ran.output
+
+
+def test_what_cannot_be_measured_is_refused_in_one_line(model: Path) -> None:
+    ran = CliRunner().invoke(app, [str(model), "int4"])
+    assert ran.exit_code == 2
+    assert "no such profile; seen: int4; allowed: int8, int8_w8a8" in ran.output
+    ran = CliRunner().invoke(app, [str(model), "--dtype", "float16"])
+    assert ran.exit_code == 2
+    assert "no such dtype; seen: float16; allowed: float32, bfloat16" in ran.output
+    with pytest.raises(InvalidInput, match=r"304 tokens.*256 tokens"):
+        measure_profile(model, "", PROMPTS, tokens=300, dtype="float32")
+    with pytest.raises(InvalidInput, match="0 prompts"):
+        measure_profile(model, "", [], tokens=3, dtype="float32")
