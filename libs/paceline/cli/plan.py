@@ -209,9 +209,15 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
         return plan, True
     slots = engine.max_batch + (engine.embedded.prefix_slots if engine.kind == "embedded" else 0)
     tokens = min(engine.max_sequence_tokens, model.max_position_embeddings)
-    saver = engine.embedded.memory_saver
+    rounded = engine.kind == "embedded" and bool(engine.embedded.profile)
     return memory_plan.embedded_plan(
-        model, workers=workers, slots=slots, tokens=tokens, item=item, saver=saver
+        model,
+        workers=workers,
+        slots=slots,
+        tokens=tokens,
+        item=item,
+        saver=engine.embedded.memory_saver,
+        matrix_item=1 if rounded else 0,  # every profile has eight bits
     ), False
 
 

@@ -125,10 +125,20 @@ def layer_parameters(model: ModelConfig) -> int:
 
 
 def embedded_plan(
-    model: ModelConfig, *, workers: int, slots: int, tokens: int, item: int, saver: bool
+    model: ModelConfig,
+    *,
+    workers: int,
+    slots: int,
+    tokens: int,
+    item: int,
+    saver: bool,
+    matrix_item: int = 0,
 ) -> ServicePlan:
-    """Workers with `slots` sequences of `tokens` tokens each; `item`: bytes of a number."""
-    weights = item * parameters(model)
+    """Workers with `slots` sequences of `tokens` tokens each; `item`: bytes of a number, in the
+    layers' matrices `matrix_item` where that is not 0.
+    """
+    matrices = model.num_layers * layer_parameters(model)
+    weights = item * embedding_parameters(model) + (matrix_item or item) * matrices
     keys = item * slots * tokens * model.num_layers * model.kv_width
     parts = {"weights": weights, "keys and values": keys}
     return ServicePlan("gateway", workers, parts, 0 if saver else weights + keys)

@@ -9,7 +9,6 @@ are those of contiguous tensors throughout, dtypes what a checkpoint may be stor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -55,10 +54,6 @@ class ServedTensor:
     parts: tuple[LoadedTensor, ...]
     rounded: bool = False
     """Whether a profile rounds it."""
-
-    def bytes_in(self, dtype: torch.dtype) -> int:
-        """Of its parts, in a dtype, before anything is made of them."""
-        return sum(math.prod(part.shape) for part in self.parts) * dtype.itemsize
 
     def built(
         self,

@@ -19,7 +19,8 @@ from paceline.errors import ConfigError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.profiles import ROUNDED
+from paceline.models.in_place import ServedModel, storages
+from paceline.models.profiles import ROUNDED, chosen_profile
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import policy_on_meta
 
@@ -342,3 +343,20 @@ def test_a_plan_for_other_gpus_is_printed_and_bad_ones_are_refused() -> None:
 def test_the_slowest_services_own_deadline_is_waited_for() -> None:
     assert planned("gateway.engine.ready_deadline_s=600").start_s == 600
     assert planned("policy_trainer.start_deadline_s=700").start_s == 700
+
+
+@pytest.mark.parametrize("profile", ROUNDED)
+def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales(
+    profile: str, tmp_path: Path
+) -> None:
+    if profile.startswith("int8"):
+        pytest.importorskip("torchao")
+    save_random(tmp_path, "llama")
+    config = read_config(tmp_path)
+    model = ServedModel(config, torch.float32, 8, chosen_profile(profile, config))
+    kept = {name: one.nbytes for name, one in storages(model.load(tmp_path)).items()}
+    small = sum(size for name, size in kept.items() if "norm" in name or "scales" in name)
+    planned_for = memory_plan.embedded_plan(
+        config, workers=1, slots=1, tokens=1, item=4, saver=False, matrix_item=1
+    )
+    assert planned_for.parts["weights"] == sum(kept.values()) - small

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -18,9 +19,8 @@ from paceline.errors import ResourceExhausted, WeightsError
 from paceline.models.config import read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel, beside, serve_staged, storages
-from paceline.models.loading import read_tensors
+from paceline.models.loading import model_shapes, read_tensors
 from paceline.models.profiles import ROUNDED, chosen_profile
-from paceline.models.records import model_records
 
 PROFILES = ("", *ROUNDED)
 UPDATES = 20
@@ -172,11 +172,9 @@ def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
 ) -> None:
     model = model_of(deep / "0", profile)
     weights = model.load(deep / "0")
-    layer = sum(
-        one.bytes_in(torch.float32)
-        for one in model_records(model.config)
-        if one.place.startswith("layers.0.")
-    )
+    first = "model.layers.0."
+    shapes = model_shapes(model.config).items()
+    layer = sum(4 * math.prod(shape) for name, shape in shapes if name.startswith(first))
     served = sum(one.nbytes for one in storages(weights).values())
     # The mapped checkpoint counts as if it were in memory.
     mapped = peak_of(lambda: read_tensors(deep / "1"))

@@ -54,14 +54,14 @@ class EngineWeights:
 
     @property
     def policy(self) -> DecoderWeights:
-        """What serves. Raises WeightsError where that is a mixture of two versions, which only
-        another process mends.
+        """What serves. Raises WeightsError where that is a mixture of two versions, which only a
+        whole version or another process mends.
         """
         if self._torn is not None:
             raise WeightsError(
                 "an update was interrupted, and the policy before it cannot be read again",
                 seen=str(self._torn),
-                allowed=f"a new worker, of {self.versions}",
+                allowed=f"another version, or a new worker of {self.versions}",
                 reason="WEIGHTS_TORN",
             )
         return self._policy
@@ -118,18 +118,20 @@ class EngineWeights:
         self._serving, self._directory = replace(self._serving, profile=new.profile), new.path
 
     def _written_over(self, new: StagedWeights) -> DecoderWeights:
-        check_staged(self.policy, new)
+        check_staged(self._policy, new)
         try:
-            policy = written_over(self.policy, new)
+            policy = written_over(self._policy, new)
             self._speculation.bind(policy)
         except BaseException as interrupted:
             self._restore(interrupted)
             raise
+        self._torn = None  # a version that was prepared has every tensor
         return policy
 
     def _beside(self, new: StagedWeights) -> DecoderWeights:
-        policy = beside(self.policy, new)
+        policy = beside(self._policy, new)
         self._speculation.bind(policy)
+        self._torn = None
         return policy
 
     def _restore(self, interrupted: BaseException) -> None:
