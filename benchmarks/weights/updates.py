@@ -19,9 +19,8 @@ Floats = npt.NDArray[np.float32]
 
 
 def stepped(count: int, lr: float) -> tuple[list[NamedTensor], list[NamedTensor]]:
-    """About so many weights at 7B shapes as bf16, before and after a step of AdamW with float32
-    weights (Loshchilov and Hutter 2019, algorithm 2), so late that the corrections of its moments
-    are 1; the gradients are white.
+    """About so many weights at 7B shapes as bf16, before and after a step of AdamW with white
+    gradients.
     """
     rng = np.random.default_rng(0)
     old, new = [], []
@@ -29,14 +28,22 @@ def stepped(count: int, lr: float) -> tuple[list[NamedTensor], list[NamedTensor]
         weight = rng.standard_normal(shape, dtype=np.float32) * np.float32(INITIAL_STD)
         old.append(_bf16(number, weight))
         gradient = rng.standard_normal(shape, dtype=np.float32)
-        first = rng.standard_normal(shape, dtype=np.float32) * np.float32(BETA_1 * NOISE_STD)
-        first += np.float32(1 - BETA_1) * gradient
-        second = np.float32(BETA_2) + np.float32(1 - BETA_2) * gradient * gradient
-        weight -= np.float32(lr) * (
-            first / (np.sqrt(second) + np.float32(EPSILON)) + np.float32(DECAY) * weight
-        )
+        first = rng.standard_normal(shape, dtype=np.float32) * np.float32(NOISE_STD)
+        late_step(weight, gradient, first, lr)
         new.append(_bf16(number, weight))
     return old, new
+
+
+def late_step(weight: Floats, gradient: Floats, first: Floats, lr: float) -> None:
+    """AdamW's step of float32 weights (Loshchilov and Hutter 2019, algorithm 2), so late that the
+    corrections of its moments are 1, with second moments of 1. Changes weight and first moment.
+    """
+    first *= np.float32(BETA_1)
+    first += np.float32(1 - BETA_1) * gradient
+    second = np.float32(BETA_2) + np.float32(1 - BETA_2) * gradient * gradient
+    weight -= np.float32(lr) * (
+        first / (np.sqrt(second) + np.float32(EPSILON)) + np.float32(DECAY) * weight
+    )
 
 
 def moved(tensor: NamedTensor, share: float) -> npt.NDArray[np.uint16]:

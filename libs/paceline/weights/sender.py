@@ -31,9 +31,10 @@ from paceline.weights.rebuild import DELTA_BASE
 Deltas = Literal["auto", "always", "never"]
 MOST_BYTES = 1 / 16
 """Share of the content that a delta may take; it is in memory as a whole."""
-FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.01, 0.5e-9, 20e-9
+FIXED_S, EACH_BYTE_S, EACH_CHANGED_BYTE_S = 0.02, 1.0e-9, 30e-9
 """What a delta takes beside its own bytes on the wire: to compare, copy and check all bytes of the
-content, and to encode and apply those of changed elements (2 cores; docs/benchmarks.md).
+content, and to encode and apply those of changed elements. Measured on about one core
+(docs/benchmarks.md): with more, a delta is at times left that would have been a little faster.
 """
 _REASONS = {DELTA_BASE: "base", DELTA_DAMAGED: "damaged"}
 _log = get_logger(__name__)

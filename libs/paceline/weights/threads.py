@@ -12,7 +12,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 MOST_THREADS = 4
-"""Memory is the limit beyond: a core copies about a third of what its socket can."""
+"""Of one push: beyond a few, memory is the limit, and engines may need the other cores."""
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
