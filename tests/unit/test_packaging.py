@@ -79,7 +79,7 @@ def test_a_service_without_its_extra_ends_with_one_line_before_it_starts_anythin
         "import runpy, sys, paceline.local.extras as extras\n"
         f"extras.MODULES[{extra!r}] = ('absent_module',)\n"
         f"sys.argv = {arguments!r}\n"
-        f"runpy.run_module({module!r}, run_name='__main__')",
+        f"runpy.run_module('paceline.services.{module}', run_name='__main__')",
         status=2,
     )
     assert f"absent_module: pip install 'paceline[{extra}]'" in started.stderr
