@@ -101,7 +101,7 @@ def test_what_serves_is_pushed_again_when_it_is_damaged_and_the_whole_gateway_go
     mended = (run / "logs" / "coordinator.log").read_text()
     assert "policy_pushed_again" in mended
     assert "set_committed_again" in mended
-    log = (run / "logs" / "paceline.services.drafter_trainer.rank-rank0.log").read_text()
+    log = (run / "logs" / "drafter_trainer.rank-rank0.log").read_text()
     assert "policy head cannot be used" in log
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)

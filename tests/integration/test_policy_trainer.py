@@ -483,7 +483,7 @@ async def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_its_steps_
     status = await world.status()
     assert (status.policy_version, status.step, status.checkpoint_version) == (3, 2, 2)
     assert (await world.step(2, 2))[-1].bytes == 0, "the step came to other weights"
-    log = (world.directory / "logs" / "paceline.services.policy_trainer.rank-rank0.log").read_text()
+    log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
     assert "checkpoint_damaged" in log
     assert "rank-1.safetensors" in log
     await world.append(3, 3)
@@ -495,7 +495,7 @@ async def test_a_damaged_checkpoint_is_replaced_by_the_one_before_and_its_steps_
         (checkpoint / "manifest.json").unlink(missing_ok=True)  # killed while it removed one
     process = await world.spawn()
     assert await asyncio.wait_for(process.wait(), patient(60)) != 0
-    log = (world.directory / "logs" / "paceline.services.policy_trainer.rank-rank0.log").read_text()
+    log = (world.directory / "logs" / "policy_trainer.rank-rank0.log").read_text()
     assert "cannot be trained again" in log
 
 

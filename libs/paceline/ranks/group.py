@@ -205,7 +205,8 @@ class RankGroup:
         self._watches.append(asyncio.create_task(self._watch(rank, process, began, heartbeat)))
 
     def _log(self, rank: int) -> Path:
-        return self._log_dir / f"{self._module}-rank{rank}.log"
+        name = self._module.removeprefix("paceline.services.")
+        return self._log_dir / f"{name}-rank{rank}.log"
 
     async def _watch(self, rank: int, process: Forked, began: int, heartbeat: Heartbeat) -> None:
         code = await heartbeat.outlived(process)

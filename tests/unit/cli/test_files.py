@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "demo-0-1"
     (folder / "logs").mkdir(parents=True)
     (folder / "config.toml").write_text("")
-    for name in ("gateway", "paceline.services.policy_trainer.rank-rank0"):
+    for name in ("gateway", "policy_trainer.rank-rank0"):
         lines = "".join(f"{name} {number}\n" for number in range(30))
         (folder / "logs" / f"{name}.log").write_text(lines)
     return folder
@@ -73,14 +73,14 @@ def test_a_format_of_lines_that_is_none_is_refused(command: str) -> None:
 def test_logs_are_found_by_directory_and_by_id(run: Path, asked: str) -> None:
     done = paceline("logs", asked, "-n", "2", cwd=run.parents[1])
     assert done.returncode == 0, done.stderr
-    for name in ("gateway", "paceline.services.policy_trainer.rank-rank0"):
+    for name in ("gateway", "policy_trainer.rank-rank0"):
         assert f"{name} 28\n{name} 29\n" in done.stdout
         assert f"{name} 27\n" not in done.stdout
 
 
 def test_logs_of_a_service_are_also_those_of_its_ranks(run: Path) -> None:
     done = paceline("logs", str(run), "policy-trainer")
-    assert "paceline.services.policy_trainer.rank-rank0 29" in done.stdout
+    assert "policy_trainer.rank-rank0 29" in done.stdout
     assert "gateway" not in done.stdout
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_none_is_named(words: list[str], tmp_path: Path) -> None:
 def test_a_service_without_logs_is_refused_with_those_there_are(run: Path) -> None:
     done = paceline("logs", str(run), "drafter-trainer")
     assert done.returncode == 2
-    assert "gateway, paceline.services.policy_trainer.rank-rank0" in " ".join(done.stderr.split())
+    assert "gateway, policy_trainer.rank-rank0" in " ".join(done.stderr.split())
 
 
 def test_a_new_runs_settings_are_taken_by_its_services(tmp_path: Path) -> None:
