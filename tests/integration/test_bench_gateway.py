@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,24 @@ COMMAND += ["--turns", "0"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_forkserver")]
 
 
-def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(tmp_path: Path) -> None:
+@pytest.fixture
+def left_over() -> Callable[[], list[str]]:
+    """Command lines of a gateway's processes that a test has started and that run still; those of
+    tests before it in this process may, too.
+    """
+    before = psutil.Process().children(recursive=True)
+
+    def found() -> list[str]:
+        new = [one for one in psutil.Process().children(recursive=True) if one not in before]
+        lines = [" ".join(one.cmdline()) for one in new]
+        return [line for line in lines if "rollout_gateway" in line]
+
+    return found
+
+
+def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(
+    tmp_path: Path, left_over: Callable[[], list[str]]
+) -> None:
     words = [
         "--quick",
         "--seconds",
@@ -82,7 +100,7 @@ def test_an_interrupted_bench_leaves_no_process() -> None:
 
 
 async def test_later_turns_find_all_that_was_computed_and_get_the_tokens_of_a_gateway_without_cache(
-    tmp_path: Path,
+    tmp_path: Path, left_over: Callable[[], list[str]]
 ) -> None:
     runs = await measure_turns(TurnPlan(turns=3, dialogues=3, tokens=128, repeats=1), tmp_path)
     cached, computed, ratio = turn_rows(runs)
@@ -94,11 +112,3 @@ async def test_later_turns_find_all_that_was_computed_and_get_the_tokens_of_a_ga
     assert ratio["tokens/s"]
     assert turn_goals(runs)[0].met
     assert left_over() == []
-
-
-def left_over() -> list[str]:
-    """Command lines of processes of this test that run still."""
-    children = psutil.Process().children(recursive=True)
-    return [
-        " ".join(one.cmdline()) for one in children if "rollout_gateway" in " ".join(one.cmdline())
-    ]
