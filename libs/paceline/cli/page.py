@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import json
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -30,7 +31,7 @@ from paceline.cli.run_files import RunFiles, files_of
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import DataLoss, PacelineError
-from paceline.local.ports import free_ports
+from paceline.local.ports import free_ports, require_free
 from paceline.local.tokens import use_run_tokens
 from paceline.report.html import content, document, style_sheet
 from paceline.report.journal import read_history
@@ -233,28 +234,25 @@ def _refused() -> Response:
 async def serve_page(run: str | None, settings: Sequence[Path], port: int, console: Console) -> int:
     """Serves until Ctrl-C, also after the run has ended; `settings`: of the run, without its name.
 
-    Raises NotFound for a run that is none, Unavailable where its Redis is away.
+    Raises NotFound for a run that is none, Unavailable where its Redis is away or the port taken.
     """
     found = directory_of(run, settings)
     config = load_config(ServiceConfig, "local", [found / "config.toml"])
     use_run_tokens(config)
     files, token = files_of(config), secrets.token_urlsafe(24)
-    chosen = port or free_ports(1)[0]
-    with tempfile.TemporaryDirectory(prefix="paceline-page-") as folder:
+    with tempfile.TemporaryDirectory(prefix="paceline-page-") as folder, _listening(port) as door:
         page = LivePage(config, files, Path(folder))
         app = page_app(page, files.run_id, token)
-        server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=chosen, log_config=None, access_log=False)
-        )
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        address = f"http://127.0.0.1:{door.getsockname()[1]}/?token={token}"
         console.print(
-            f"live page of {files.run_id}: [bold]http://127.0.0.1:{chosen}/?token={token}[/]; "
-            "Ctrl-C ends it, not the run",
+            f"live page of {files.run_id}: [bold]{address}[/]; Ctrl-C ends it, not the run",
             highlight=False,
             soft_wrap=True,
         )
         beside = [asyncio.create_task(one) for one in _beside(page, console)]
         try:
-            await server.serve()
+            await server.serve(sockets=[door])
         finally:
             for task in beside:
                 task.cancel()
@@ -262,6 +260,12 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
                 if isinstance(defect, Exception):
                     raise defect
     return 0
+
+
+def _listening(port: int) -> socket.socket:
+    """Where a browser that is quicker than the server waits for it; `port` 0: one that is free."""
+    require_free(f"127.0.0.1:{port}", "--port")
+    return socket.create_server(("127.0.0.1", port or free_ports(1)[0]))
 
 
 def _beside(page: LivePage, console: Console) -> list[Coroutine[Any, Any, None]]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from starlette.testclient import TestClient
 
-from paceline.cli.page import COOKIE, LivePage, page_app
+from paceline.cli.page import COOKIE, LivePage, page_app, serve_page
 from paceline.cli.queues import read_queues
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
+from paceline.errors import Unavailable
+from paceline.local.patience import patient
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 
@@ -133,3 +138,34 @@ async def test_queues_are_looked_at_while_somebody_listens_and_told_when_they_ch
 
 async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
     assert await read_queues(ServiceConfig()) == {}
+
+
+async def test_who_connects_as_soon_as_the_address_is_printed_is_served(tmp_path: Path) -> None:
+    run = tmp_path / "demo-0-1"
+    run.mkdir()
+    (run / "config.toml").write_text('[run]\nid = "demo-0-1"\n')
+    printed = asyncio.Queue[socket.socket]()
+
+    class Reader(Console):
+        def print(self, *words: object, **_: object) -> None:
+            door = re.search(r"(127.0.0.1):(\d+)", str(words[0]))
+            assert door is not None
+            printed.put_nowait(socket.create_connection(door.groups(), patient(10)))
+
+    served = asyncio.create_task(serve_page(str(run), [], 0, Reader()))
+    try:
+        with await asyncio.wait_for(printed.get(), patient(30)) as door:
+            door.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert (await asyncio.to_thread(door.recv, 100)).startswith(b"HTTP/1.1 401 ")
+    finally:
+        served.cancel()
+        await asyncio.gather(served, return_exceptions=True)
+
+
+async def test_a_port_that_is_taken_is_refused_by_its_option(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[run]\nid = "demo-0-1"\n')
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(Unavailable, match="--port"),
+    ):
+        await serve_page(str(tmp_path), [], other.getsockname()[1], Console())
