@@ -61,6 +61,7 @@ class RankGroup:
         imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never.
         """
         self._module = module
+        self._name = ".".join(module.split(".")[-2:])  # its service's and its own
         self._world_size = world_size
         self._log_dir = log_dir
         self._heartbeat_s = heartbeat_s
@@ -68,7 +69,9 @@ class RankGroup:
         if config is not None:
             own[CONFIG_VARIABLE] = config.model_dump_json()
         self._environment = {**(env or {}), **own}
-        self._forker = Forker(list(dict.fromkeys([module, *preload])), log_dir / f"{module}.log")
+        self._forker = Forker(
+            list(dict.fromkeys([module, *preload])), log_dir / f"{self._name}.log"
+        )
         self._processes: list[Forked] = []
         self._watches: list[asyncio.Task[None]] = []
         self._lost: asyncio.Future[RankLost] | None = None
@@ -108,10 +111,10 @@ class RankGroup:
                 async with asyncio.timeout(_SEND_S):
                     await self._open.send_multipart([b"%d" % rank, _DATA, message])
             except zmq.ZMQError as error:
-                raise RankLost(f"rank {rank} of {self._module} is not connected") from error
+                raise RankLost(f"rank {rank} of {self._name} is not connected") from error
             except TimeoutError as error:
                 raise DeadlineExceeded(
-                    f"rank {rank} of {self._module} takes no messages for {_SEND_S} s"
+                    f"rank {rank} of {self._name} takes no messages for {_SEND_S} s"
                 ) from error
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
@@ -166,7 +169,7 @@ class RankGroup:
     @property
     def _open(self) -> zmq.asyncio.Socket:
         if self._socket is None:
-            raise FailedPrecondition(f"the ranks of {self._module} do not run; start() them")
+            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
         return self._socket
 
     def _bind(self) -> None:
@@ -205,8 +208,7 @@ class RankGroup:
         self._watches.append(asyncio.create_task(self._watch(rank, process, began, heartbeat)))
 
     def _log(self, rank: int) -> Path:
-        name = self._module.removeprefix("paceline.services.")
-        return self._log_dir / f"{name}-rank{rank}.log"
+        return self._log_dir / f"{self._name}-rank{rank}.log"
 
     async def _watch(self, rank: int, process: Forked, began: int, heartbeat: Heartbeat) -> None:
         code = await heartbeat.outlived(process)
@@ -214,7 +216,7 @@ class RankGroup:
             log = self._log(rank)
             self._lost.set_result(
                 RankLost(
-                    f"rank {rank} of {self._module} "
+                    f"rank {rank} of {self._name} "
                     f"{last_words(code, log, began, heartbeat.verdict)}\n"
                     f"{last_lines(log, since=began)}"
                 )
@@ -234,7 +236,7 @@ class RankGroup:
         self._raise_if_lost()
         lost = self._lost
         if lost is None:
-            raise FailedPrecondition(f"the ranks of {self._module} do not run; start() them")
+            raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
         message: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._open.recv_multipart())
         waits: set[asyncio.Future[Any]] = {message, lost}
         try:
@@ -249,9 +251,7 @@ class RankGroup:
             identity, kind, payload = message.result()
             return int(identity), kind, payload
         self._raise_if_lost()
-        raise DeadlineExceeded(
-            f"no rank of {self._module} spoke in time", seen=f"{deadline_s:.1f} s"
-        )
+        raise DeadlineExceeded(f"no rank of {self._name} spoke in time", seen=f"{deadline_s:.1f} s")
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None and self._lost.done():

@@ -34,7 +34,7 @@ class EpsilonGreedy(WindowedBandit):
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed)
-        self._prospects = Prospects(settings, arms)
+        self._prospects = Prospects(arms)
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Seconds that rounds took at the engine's start."""

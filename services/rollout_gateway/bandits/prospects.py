@@ -12,15 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from paceline.arm_names import OFF, read_arm
-from paceline.services.rollout_gateway.bandits.base import BanditSettings, CostSample, Situation
-from paceline.services.rollout_gateway.bandits.cost_model.costs import CostTable
+from paceline.services.rollout_gateway.bandits.base import CostSample, Situation
+from paceline.services.rollout_gateway.bandits.primed_costs import PrimedCosts
 
 
 class Prospects:
     """Knows seconds; is told tokens, which a bandit remembers."""
 
-    def __init__(self, settings: BanditSettings, arms: Sequence[str]) -> None:
-        self._costs = CostTable(arms, settings.groups, settings.window)
+    def __init__(self, arms: Sequence[str]) -> None:
+        self._costs = PrimedCosts(arms)
         self._arms = {name: index for index, name in enumerate(arms)}
         self._shapes = {name: read_arm(name) for name in arms}
 
@@ -34,7 +34,7 @@ class Prospects:
 
         lengths: mean tokens of a round per row, of the arms of which rounds are remembered.
         """
-        seconds = self._costs.measured(situation.batch_size, situation.context)
+        seconds = self._costs.seconds(situation.batch_size, situation.context)
         if any(math.isnan(one) for one in seconds):
             return None
         return {

@@ -7,12 +7,11 @@ tokens.
 The pace is the machine's (pace.py); a factor holds what is the arm's own, and it alone is told to
 other engines.
 
-The table is linear between its batch sizes and contexts and goes on beyond its largest batch size
-as it ends. An arm that was not measured has the table 1 + slope x batch, whose slope is fitted to
-its rounds (pace.py) and whose level is a factor like the others. Factor and pace together follow
-the log of measured over expected seconds by a clipped moving average, so that a round that took ten
-times as long moves them by one clip's share; three in a row on one side beyond the clip are no
-outliers, and they go there at once.
+The table is that of primed_costs.py. An arm that was not measured has the table 1 + slope x batch,
+whose slope is fitted to its rounds (pace.py) and whose level is a factor like the others. Factor
+and pace together follow the log of measured over expected seconds by a clipped moving average, so
+that a round that took ten times as long moves them by one clip's share; three in a row on one side
+beyond the clip are no outliers, and they go there at once.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
-
-import numpy as np
 
 from paceline.arm_names import speculator_of
 from paceline.services.rollout_gateway.bandits.base import CostSample
@@ -34,6 +30,7 @@ from paceline.services.rollout_gateway.bandits.cost_model.pace import (
     Measured,
 )
 from paceline.services.rollout_gateway.bandits.evidence import CostEvidence
+from paceline.services.rollout_gateway.bandits.primed_costs import PrimedCosts
 
 MOST_ROUNDS = 32.0  # a factor is the mean of about so many rounds
 STALE_CLIP = 1.0  # the same when less than a round is known
@@ -44,8 +41,6 @@ PRIMED_ROUNDS = 2.0  # that the table is worth
 FULL_ROUNDS = 8.0  # from here on an arm's other groups do not count
 IDLE_SHARE = 0.1  # of the window: rounds in which what is known of an arm not used fades to 1 / e
 DOUBT = 0.1  # standard deviation of log seconds that one round leaves
-CONTEXT_STEP = 64  # tokens; contexts within one step cost the same
-CACHED_AT_MOST = 4096
 REFRESH_ROUNDS = 16  # after which estimates of arms that were not used are made anew
 
 
@@ -115,9 +110,7 @@ class CostTable:
             # tables
         ]
         self._keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
-        # arm -> context -> sizes, seconds
-        self._measured: dict[int, dict[int, tuple[list[int], list[float]]]] = {}
-        self._tables: dict[tuple[int, int], list[float]] = {}
+        self._primed = PrimedCosts(arms)
         self._estimates: list[list[Estimate] | None] = [None] * len(groups)
         self._shapes = [BatchSlope() for _ in arms]  # of arms that were not measured
         self._pace = MachinePace()
@@ -127,30 +120,15 @@ class CostTable:
 
         Arms not served are left out.
         """
-        places: dict[tuple[int, int, int], list[float]] = {}
-        for one in samples:
-            if one.arm in self._arms and one.seconds > 0:
-                places.setdefault((self._arms[one.arm], one.context, one.batch_size), []).append(
-                    one.seconds
-                )
-
-        self._measured = {}
-        for (arm, context, size), seconds in sorted(places.items()):
-            sizes, values = self._measured.setdefault(arm, {}).setdefault(context, ([], []))
-            sizes.append(size)
-            values.append(median(seconds))
-
-        self._tables.clear()
+        self._primed.prime(samples)
         self._estimates = [None] * len(self._estimates)
 
     def seconds(self, group: int, batch: int, context: int) -> list[float]:
         """Expected seconds [A] of a round of each arm; NaN for one that was never seen."""
-        table = self.measured(batch, context)
-        if len(self._measured) < len(table):
-            table = [
-                one if arm in self._measured else self._shapes[arm].at(batch)
-                for arm, one in enumerate(table)
-            ]
+        table = [
+            one if arm in self._primed else self._shapes[arm].at(batch)
+            for arm, one in enumerate(self._primed.seconds(batch, context))
+        ]
         pace = math.exp(self._pace.log)
         return [
             one * estimate.scale * pace
@@ -172,7 +150,7 @@ class CostTable:
         return known
 
     def _believe(self, group: int, arm: int) -> Estimate:
-        here, primed = self._corrections[group][arm], arm in self._measured
+        here, primed = self._corrections[group][arm], arm in self._primed
         rounds = here.rounds
         if rounds < FULL_ROUNDS:
             every = [row[arm] for row in self._corrections]
@@ -188,34 +166,15 @@ class CostTable:
         doubt = DOUBT / math.sqrt(rounds + (PRIMED_ROUNDS if primed else 0.0) + 0.25)
         return Estimate(factor, math.exp(factor), math.exp(doubt + self._pace.hope(here.measured)))
 
-    def measured(self, batch: int, context: int) -> list[float]:
-        """Seconds of the table [A], which no round corrects; NaN for an arm that it lacks."""
-        key = (batch, context // CONTEXT_STEP)
-        table = self._tables.get(key)
-        if table is None:
-            if len(self._tables) >= CACHED_AT_MOST:
-                self._tables.clear()
-            middle = (key[1] + 0.5) * CONTEXT_STEP
-            table = self._tables[key] = [
-                self._interpolated(arm, batch, middle) for arm in range(len(self._arms))
-            ]
-        return table
-
-    def _interpolated(self, arm: int, batch: int, context: float) -> float:
-        contexts = self._measured.get(arm)
-        if not contexts:
-            return math.nan
-        at = [_by_batch(sizes, seconds, batch) for sizes, seconds in contexts.values()]
-        return float(np.interp(context, list(contexts), at))
-
     def observe(self, group: int, arm: str, batch: int, context: int, seconds: float) -> None:
         """A round of an arm. One that took no time says nothing."""
         if seconds <= 0:
             return
         index = self._arms[arm]
         here, known = self._corrections[group][index], self._estimate(group)[index].factor
-        primed = index in self._measured
-        table = self.measured(batch, context)[index] if primed else self._shapes[index].at(batch)
+        primed = index in self._primed
+        at_start = self._primed.seconds(batch, context)[index]
+        table = at_start if primed else self._shapes[index].at(batch)
         level = math.log(seconds / table) - self._pace.log
         if here.weight < 1.0:
             here.factor = level if math.isnan(known) else known
@@ -296,10 +255,3 @@ class CostTable:
             here.told_factor = new.log_factor - apart
             here.told_weight = min(new.weight, MOST_ROUNDS)
         self._estimates = [None] * len(self._estimates)
-
-
-def _by_batch(sizes: list[int], seconds: list[float], batch: int) -> float:
-    if batch <= sizes[-1] or len(sizes) < 2:
-        return float(np.interp(batch, sizes, seconds))
-    slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-    return seconds[-1] + max(slope, 0.0) * (batch - sizes[-1])

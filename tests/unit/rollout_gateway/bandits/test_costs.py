@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.bandits.base import CostSample
-from paceline.services.rollout_gateway.bandits.cost_model.costs import CONTEXT_STEP, CostTable
+from paceline.services.rollout_gateway.bandits.cost_model.costs import CostTable
 from paceline.services.rollout_gateway.bandits.cost_model.lengths import REMEMBERED, ResponseLengths
 from paceline.services.rollout_gateway.bandits.cost_model.pace import BatchSlope
+from paceline.services.rollout_gateway.bandits.primed_costs import CONTEXT_STEP
 
 ARMS = ("off", "eagle:3_1_4")
 

@@ -18,7 +18,7 @@ TABLE = [CostSample(arm, batch, 32, batch * SECONDS[arm]) for arm in ARMS for ba
 
 
 def prospects(table: list[CostSample] = TABLE) -> Prospects:
-    made = Prospects(BanditSettings(), ARMS)
+    made = Prospects(ARMS)
     made.prime(table)
     return made
 
