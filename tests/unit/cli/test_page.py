@@ -140,10 +140,16 @@ async def test_queues_of_services_that_do_not_answer_are_left_out() -> None:
     assert await read_queues(ServiceConfig()) == {}
 
 
-async def test_who_connects_as_soon_as_the_address_is_printed_is_served(tmp_path: Path) -> None:
-    run = tmp_path / "demo-0-1"
-    run.mkdir()
-    (run / "config.toml").write_text('[run]\nid = "demo-0-1"\n')
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run's directory; who serves a page about it has its tokens in the environment."""
+    monkeypatch.setenv("PACELINE_TOKEN", "operators")
+    monkeypatch.setenv("PACELINE_AGENT_TOKEN", "agents")
+    (tmp_path / "config.toml").write_text('[run]\nid = "demo-0-1"\n')
+    return str(tmp_path)
+
+
+async def test_who_connects_as_soon_as_the_address_is_printed_is_served(run: str) -> None:
     printed = asyncio.Queue[socket.socket]()
 
     class Reader(Console):
@@ -152,7 +158,7 @@ async def test_who_connects_as_soon_as_the_address_is_printed_is_served(tmp_path
             assert door is not None
             printed.put_nowait(socket.create_connection(door.groups(), patient(10)))
 
-    served = asyncio.create_task(serve_page(str(run), [], 0, Reader()))
+    served = asyncio.create_task(serve_page(run, [], 0, Reader()))
     try:
         with await asyncio.wait_for(printed.get(), patient(30)) as door:
             door.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -162,10 +168,9 @@ async def test_who_connects_as_soon_as_the_address_is_printed_is_served(tmp_path
         await asyncio.gather(served, return_exceptions=True)
 
 
-async def test_a_port_that_is_taken_is_refused_by_its_option(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[run]\nid = "demo-0-1"\n')
+async def test_a_port_that_is_taken_is_refused_by_its_option(run: str) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(Unavailable, match="--port"),
     ):
-        await serve_page(str(tmp_path), [], other.getsockname()[1], Console())
+        await serve_page(run, [], other.getsockname()[1], Console())

