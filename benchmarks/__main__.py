@@ -53,6 +53,7 @@ BENCHES = {
         "benchmarks.schedules",
         "whole demo runs under every schedule and placement: tokens trained a second, reward",
     ),
+    "products": ("benchmarks.products", "float32 products of a layer on a CPU, beside torch's own"),
     "policy": ("benchmarks.policy.run", "a step of the policy trainer beside a plain loop"),
     "serving": (
         "benchmarks.serving",

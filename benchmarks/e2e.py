@@ -203,7 +203,8 @@ def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
     )
     equal = one.steps[: differs - 1] if differs else one.steps
     curve = baseline is not None and all(
-        a.get("reward_mean", 0.0) == b.get("reward_mean", 0.0) for a, b in zip(equal, baseline.steps, strict=False)
+        a.get("reward_mean") == b.get("reward_mean")  # absent where it is 0
+        for a, b in zip(equal, baseline.steps, strict=False)
     )
     summary = one.summary
     return {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from paceline.cli.access import DEADLINE_S
@@ -23,13 +24,18 @@ _MIB = 1 << 20
 
 async def read_queues(config: ServiceConfig) -> dict[str, str]:
     """Figures by what they are, as text; without those of a service that does not answer."""
-    found: dict[str, str] = {}
-    for read in (_gateway, _coordinator, _streams):
+
+    async def answer(read: Callable[[ServiceConfig], Awaitable[dict[str, str]]]) -> dict[str, str]:
         try:
-            found |= await read(config)
-        except PacelineError:
-            continue  # it restarts, or has ended
-    return found
+            async with asyncio.timeout(DEADLINE_S):  # Redis is tried for longer
+                return await read(config)
+        except (PacelineError, TimeoutError):
+            return {}  # it restarts, or has ended
+
+    gateway, coordinator, streams = await asyncio.gather(
+        *map(answer, (_gateway, _coordinator, _streams))
+    )
+    return gateway | coordinator | streams
 
 
 async def _gateway(config: ServiceConfig) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
+from paceline.models.products import added, linear, spare_rows
 from paceline.models.quantised import QuantisedMatrix
 
 Matrix: TypeAlias = Tensor | QuantisedMatrix
@@ -217,6 +218,8 @@ def layer_forward(
     """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N,
     H].
 
+    Rows of x behind those of the block are computed as well and mean nothing: see spare_rows.
+
     finish: what to call instead of finish_layer; inputs [N, K]: what queries, keys and values are
     projected from, None: x under the layer's input_norm.
     """
@@ -225,11 +228,13 @@ def layer_forward(
             x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
         )
     qkv = project(inputs, layer.qkv, layer.qkv_bias)
-    queries = _rotated(config, layer, qkv, block.rotation)
-    cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
-    return (finish or finish_layer)(
-        layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps
-    )
+    count = len(block.rotation)
+    queries = _rotated(config, layer, qkv[:count], block.rotation)
+    cache.write(index, block.cells, qkv[:count, config.num_heads * config.head_dim :])
+    attended = _attend(config, queries, cache, index, block)
+    if spare := len(x) - count:
+        attended = functional.pad(attended, (0, 0, 0, spare))
+    return (finish or finish_layer)(layer, x, attended, config.rms_norm_eps)
 
 
 def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
@@ -249,14 +254,14 @@ def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantisedMatrix):
         product = weight.product(x)
         return product if bias is None else product.add_(bias)
-    return functional.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
     """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
     if isinstance(weight, QuantisedMatrix):
         return weight.product(x).add_(residual)
-    return torch.addmm(residual, x, weight.t())
+    return added(residual, x, weight)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -329,15 +334,18 @@ def forward_hidden(
     """
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
+    count = len(x)
+    if spare := spare_rows(x):
+        x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
     for index, layer in enumerate(weights.layers):
         if index in inner:
-            states.append(x)
+            states.append(x[:count])
         x = layer_forward(config, layer, x, cache, index, block, weights.finish)
-    last = _rms_norm(x, weights.norm, config.rms_norm_eps)
+    last = _rms_norm(x[:count], weights.norm, config.rms_norm_eps)
     return torch.cat((*states, last), dim=-1) if states else last
 
 
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
     """Logits [..., V] of hidden states [..., W], whose last H numbers the head reads."""
-    return functional.linear(hidden[..., -weights.config.hidden_size :], weights.head)
+    return linear(hidden[..., -weights.config.hidden_size :], weights.head)

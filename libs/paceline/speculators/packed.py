@@ -64,6 +64,24 @@ class PackedRow:
         pinned: dict[str, Any] = {n: t.pin_memory() for n, t in held if isinstance(t, Tensor)}
         return replace(self, **pinned)
 
+    def padded(self, spare: int) -> PackedRow:
+        """The same with a document of `spare` positions behind it, none of them a target."""
+        count = len(self)
+        here = torch.arange(spare)
+        behind: dict[str, Tensor] = {
+            "draft_tokens": torch.full((spare,), -1),
+            "positions": here,
+            "parents": torch.where(here > 0, count + here - 1, -1),
+            "documents": torch.full((spare,), int(self.documents[-1]) + 1),
+        }
+        held = ((one.name, getattr(self, one.name)) for one in fields(self))
+        padded: dict[str, Any] = {
+            name: torch.cat((t, behind.get(name, t.new_zeros(spare, *t.shape[1:]))))
+            for name, t in held
+            if isinstance(t, Tensor)
+        }
+        return replace(self, **padded)
+
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
         """Where each position is `steps` tokens on: indices [T] (its own where there is none) and
         bool [T] if there is.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import BufferConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads
 from paceline.services.drafter_trainer.rows.batcher import pack
@@ -163,5 +164,9 @@ class RowStore:
 
 
 def _placed(row: PackedRow) -> PackedRow:
-    """In memory that a GPU copies from beside its work, where there is one."""
+    """As long as products are quickest, in memory that a GPU copies from beside its work, where
+    there is one.
+    """
+    if spare := spare_rows(row.states):
+        row = row.padded(spare)
     return row.pinned() if torch.cuda.is_available() else row

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models.loading import weight_files
+from paceline.models.products import use_linear
 
 KERNELS = {"sdpa": "sdpa", "flex": "flex_attention", "flash": "flash_attention_2"}
 """What transformers calls the choices of `policy_trainer.attention`."""
@@ -37,6 +38,7 @@ def causal_lm_on_meta(directory: Path, attention: str = "sdpa") -> Any:
         )
     # The only buffers of these models; they are computed, and stand in no file.
     lm.model.rotary_emb = type(lm.model.rotary_emb)(config=config)
+    use_linear(lm)
     return lm
 
 

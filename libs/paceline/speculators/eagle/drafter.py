@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
+from paceline.models.products import added, linear
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.layer.drafter import LayerDrafter
 
@@ -39,17 +38,15 @@ class EagleDrafter(LayerDrafter[EagleNet]):
         self._state = EagleState(
             layer=fuse_layer(self._config, tensors, "layers.0.", self._dtype, device),
             fc_hidden=fc[:, hidden:].contiguous(),
-            token_table=functional.linear(self._target.embed, fc[:, :hidden], bias),
+            token_table=linear(self._target.embed, fc[:, :hidden], bias),
         )
 
     def _true_features(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
-        x = torch.addmm(
-            self._state.token_table.index_select(0, tokens), features, self._state.fc_hidden.t()
-        )
+        x = added(self._state.token_table.index_select(0, tokens), features, self._state.fc_hidden)
         return layer_forward(self._config, self._state.layer, x, self._cache, 0, block)
 
     def _logits(self, features: Tensor) -> Tensor:
-        return functional.linear(features, self._target.head)
+        return linear(features, self._target.head)

@@ -23,6 +23,7 @@ from paceline.errors import InvalidInput
 from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, architecture, parse_config
 from paceline.models.loading import layer_shapes
+from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.eagle.checkpoint import (
     ARCHITECTURES,
@@ -86,7 +87,7 @@ class EagleNet(LayerNet):
         super().__init__()
         self.config = config
         self.options = options or EagleOptions()
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.reset(seed)
 
@@ -207,7 +208,7 @@ class EagleNet(LayerNet):
 
     def logits(self, features: Tensor) -> Tensor:
         """lm_head of features [..., H] -> [..., V]."""
-        return functional.linear(features, self.head.to(features.dtype))
+        return linear(features, self.head.to(features.dtype))
 
 
 def chain_features(

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
+from paceline.models.products import linear
 from paceline.speculators.eagle3.net import Eagle3Net, over_tokens
 from paceline.speculators.layer.drafter import LayerDrafter
 
@@ -56,7 +57,7 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
         )
 
     def _true_features(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self._state.fc)
+        return linear(hidden, self._state.fc)
 
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
         state = self._state
@@ -72,7 +73,7 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
         )
 
     def _logits(self, features: Tensor) -> Tensor:
-        return functional.linear(self._normed(features, self._state.norm), self._state.head)
+        return linear(self._normed(features, self._state.norm), self._state.head)
 
     def _token_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self._state.token_ids is None else self._state.token_ids[draft_ids]

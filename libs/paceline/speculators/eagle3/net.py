@@ -25,6 +25,7 @@ from paceline.errors import DataLoss, InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.inner_layers import INNER_STATES, inner_layers
 from paceline.models.loading import check_tensors
+from paceline.models.products import Linear
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.eagle.checkpoint import layer_config_json
 from paceline.speculators.eagle3.checkpoint import (
@@ -141,10 +142,10 @@ class Eagle3Net(LayerNet):
         self.config, self.inner = config, inner
         self.options = options or Eagle3Options()
         hidden = config.hidden_size
-        self.fc = nn.Linear(INNER_STATES * hidden, hidden, bias=False)
+        self.fc = Linear(INNER_STATES * hidden, hidden, bias=False)
         self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)
         self.norm = RmsNorm(hidden, config.rms_norm_eps)
-        self.lm_head = nn.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
+        self.lm_head = Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
         d2t, t2d = token_maps(
             torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size
         )
@@ -206,7 +207,7 @@ class Eagle3Net(LayerNet):
         chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
             self.d2t.device
         )
-        head = nn.Linear(self.config.hidden_size, len(chosen), bias=False).to(self.lm_head.weight)
+        head = Linear(self.config.hidden_size, len(chosen), bias=False).to(self.lm_head.weight)
         head.weight.copy_(self.lm_head.weight[chosen])
         self.lm_head = head
         self.d2t, self.t2d = token_maps(chosen, vocab_size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.models.config import ModelConfig
+from paceline.models.products import Linear
 from paceline.models.rope import inverse_frequencies, rotate_halves
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.net import DraftNet
@@ -62,10 +63,10 @@ class Attention(nn.Module):
         self.config = config
         hidden, dim = config.hidden_size, config.head_dim
         kv_width, bias = config.num_kv_heads * dim, config.qkv_bias
-        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=config.output_bias)
+        self.q_proj = Linear(width, config.num_heads * dim, bias=bias)
+        self.k_proj = Linear(width, kv_width, bias=bias)
+        self.v_proj = Linear(width, kv_width, bias=bias)
+        self.o_proj = Linear(config.num_heads * dim, hidden, bias=config.output_bias)
         if config.qk_norm:
             self.q_norm = RmsNorm(dim, config.rms_norm_eps)
             self.k_norm = RmsNorm(dim, config.rms_norm_eps)
@@ -130,9 +131,9 @@ class SwiGlu(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H] -> same shape."""

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from paceline.models.decoder import DecoderWeights
+from paceline.models.products import linear
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.net_drafter import NetDrafter, logprobs
@@ -86,7 +86,7 @@ class RecurrentDrafter(NetDrafter[RecurrentNet]):
 
 
 def _logits(weights: StepWeights, state: State) -> Tensor:
-    return functional.linear(state[0], weights.head)
+    return linear(state[0], weights.head)
 
 
 class MlpDrafter(RecurrentDrafter):

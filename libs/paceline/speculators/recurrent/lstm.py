@@ -28,6 +28,7 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig, read_count, read_flag
+from paceline.models.products import Linear
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
 from paceline.speculators.recurrent.net import (
@@ -70,7 +71,7 @@ class LstmNet(RecurrentNet):
         for gate in GATES:
             inputs = (target.hidden_size, width)
             self.add_module(
-                f"{gate}_proj", nn.ModuleList(nn.Linear(size, width, bias=False) for size in inputs)
+                f"{gate}_proj", nn.ModuleList(Linear(size, width, bias=False) for size in inputs)
             )
         self.cell_ln = nn.ModuleList([BiasedNorm(width)])
         self.state_ln = nn.ModuleList([BiasedNorm(width)])

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.models.config import ModelConfig, read_count, read_flag
+from paceline.models.products import Linear
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
 from paceline.speculators.recurrent.net import (
@@ -57,7 +58,7 @@ class MlpNet(RecurrentNet):
         inputs = [target.hidden_size] + [width] * ((2 if self.tied else options.n_predict) - 1)
         apart = range(1 if self.tied else options.n_predict)
         self.emb = nn.ModuleList(nn.Embedding(vocab, width) for _ in apart)
-        self.proj = nn.ModuleList(nn.Linear(size, width, bias=False) for size in inputs)
+        self.proj = nn.ModuleList(Linear(size, width, bias=False) for size in inputs)
         self.ln = nn.ModuleList(BiasedNorm(width) for _ in apart)
         self.add_heads(len(apart))
 

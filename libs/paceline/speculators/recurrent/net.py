@@ -27,6 +27,7 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, architecture
+from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
@@ -148,7 +149,7 @@ class RecurrentNet(DraftNet):
 
     def add_heads(self, count: int) -> None:
         """Adds the heads of the drafts, `head.0` and so on."""
-        heads = (nn.Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
+        heads = (Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
         self.add_module("head", nn.ModuleList(heads))
 
     def norm_pair(self, name: str) -> tuple[Tensor, Tensor]:
@@ -213,7 +214,7 @@ class RecurrentNet(DraftNet):
             index = index[kept]
             at = there[index]
             state = self.advance(weights, tuple(part[kept] for part in state), row.next_tokens[at])
-            log_q = torch.log_softmax(functional.linear(state[0], weights.head).float(), dim=-1)
+            log_q = torch.log_softmax(linear(state[0], weights.head).float(), dim=-1)
             by_soft, drawn = soft[at], row.draft_tokens[at]
             p = teacher[place[at[by_soft]]]
             loss = (
@@ -235,7 +236,7 @@ class RecurrentNet(DraftNet):
         for step, weights in enumerate(self.step_weights()[:steps]):
             there, _ = row.ahead(step)
             state = self.advance(weights, state, row.next_tokens[there])
-            chain.append(functional.linear(state[0], weights.head))
+            chain.append(linear(state[0], weights.head))
         return chain
 
     def _last(self, row: PackedRow) -> Tensor:

@@ -24,6 +24,7 @@ from unit.drafter_trainer.samples import (
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.services.drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.loading import trained_net
 from paceline.speculators.packed import PackedRow
 from paceline.streams import decode_features, encode_features
 
@@ -163,6 +164,21 @@ def test_loss_and_gradients_of_a_packed_row_are_those_of_its_samples(
         torch.testing.assert_close(
             one.grad / count, other.grad / count, atol=1e-5, rtol=0, msg=name
         )
+
+
+@pytest.mark.parametrize("kind", ["eagle", "lstm", "mlp"])  # rows of EAGLE-3 are like EAGLE's
+def test_padding_changes_neither_loss_nor_gradients(kind: str) -> None:
+    samples = made(sample_with_rejected)
+    net = trained_net(kind).fresh(TARGET, trained_net(kind).Options(), 3)
+    policy = toy_policy()
+    net.bind(policy.embed, policy.head)
+    row, seen = packed(samples), list[list[Tensor]]()
+    for one in (row, row.padded(5)):
+        loss, targets, _ = net(one)
+        assert int(targets) == int(row.valid.sum())
+        seen.append([loss, *torch.autograd.grad(loss, list(net.parameters()))])
+    for bare, padded in zip(*seen, strict=True):
+        torch.testing.assert_close(padded, bare, rtol=1e-4, atol=1e-6)
 
 
 def changed_token(sample: FeatureSample, at: int) -> FeatureSample:

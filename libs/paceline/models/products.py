@@ -1,0 +1,111 @@
+"""Multiplies matrices in float32 on a CPU by whichever library is quicker there.
+
+torch sends such products to MKL, which keeps to AVX2 on processors that are not Intel's, and asks
+oneDNN for compiled layers alone. With AVX-512 (measured: AMD Zen 5) oneDNN takes half of the time
+from some dozen rows on, and longer below, where its start counts: `paceline bench products`. Both
+add the same numbers in another order, so results differ by roundings.
+
+Whatever is not float32 on such a CPU goes where torch sends it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FEWEST_ROWS = 32
+"""With fewer rows of activations oneDNN's start takes what its product saves."""
+STEP = 16
+MANY_ROWS = 1024
+"""oneDNN builds a kernel for each number of rows, in 2 ms for the matrices of a layer, and keeps a
+thousand. So it is asked for multiples of STEP, and where one product is worth a kernel.
+"""
+
+
+def _quicker() -> bool:
+    return torch.backends.mkldnn.is_available() and (
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
+
+
+ONEDNN = _quicker()
+"""Whether oneDNN is asked at all."""
+
+
+def spare_rows(x: Tensor) -> int:
+    """Rows to compute beside those of x [M, K], so that oneDNN can be asked for products of M.
+
+    0 where it is not asked anyway, or as it is.
+    """
+    asked = _float32_on_cpu(x) and FEWEST_ROWS <= len(x) < MANY_ROWS
+    return -len(x) % STEP if asked else 0
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, [..., N], of x [..., K] and W [N, K], with gradients; see functional.linear."""
+    if not _suits(x, weight):
+        return functional.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        product: Tensor = _Product.apply(x, weight)
+        return product if bias is None else product + bias
+    return _product(x, weight, bias)
+
+
+def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """residual + x W^T, [M, N], of residual [M, N], x [M, K] and W [N, K], without gradients."""
+    if not _suits(x, weight):
+        return torch.addmm(residual, x, weight.t())
+    return _product(x, weight).add_(residual)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    rows = x.numel() // x.shape[-1]
+    many = rows >= MANY_ROWS or (rows >= FEWEST_ROWS and rows % STEP == 0)
+    return many and _float32_on_cpu(x) and weight.dtype is torch.float32
+
+
+def _float32_on_cpu(x: Tensor) -> bool:
+    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu"
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """Three products: of the activations, and for the gradients of both sides."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _product(gradient, weight.t())
+        if ctx.needs_input_grad[1]:
+            rows = gradient.flatten(0, -2).t()
+            of_weight = _product(rows, x.flatten(0, -2).t())
+        return of_x, of_weight
+
+
+class Linear(nn.Linear):
+    """nn.Linear by `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See nn.Linear.forward."""
+        return linear(x, self.weight, self.bias)
+
+
+def use_linear(module: nn.Module) -> None:
+    """Every nn.Linear below `module` becomes a Linear, in place; its parameters stay what they
+    are.
+    """
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = Linear
