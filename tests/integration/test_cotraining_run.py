@@ -15,7 +15,7 @@ from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 12
+STEPS = 8
 TRAINED = [kind for kind in SPECULATORS.values() if kind.trained]
 
 

@@ -5,7 +5,7 @@ oneDNN for compiled layers alone. With AVX-512 (measured: AMD Zen 5) oneDNN take
 from some dozen rows on, and longer below, where its start counts: `paceline bench products`. Both
 add the same numbers in another order, so results differ by roundings.
 
-Whatever is not float32 on such a CPU goes where torch sends it.
+Whatever is not float32 on such a CPU goes where torch sends it. See docs/adr/0071.
 """
 
 from __future__ import annotations
@@ -70,8 +70,15 @@ def _float32_on_cpu(x: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, dense(weight), bias, "none", [], "")
     return found
+
+
+def dense(weight: Tensor) -> Tensor:
+    """Rows or columns [N, K] that follow each other without a gap: in any other layout oneDNN
+    multiplies without a kernel, a thousand times slower.
+    """
+    return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
 
 
 class _Product(torch.autograd.Function):

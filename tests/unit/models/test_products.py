@@ -8,7 +8,14 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.models import products
-from paceline.models.products import FEWEST_ROWS, Linear, added, linear, use_linear
+from paceline.models.products import (
+    FEWEST_ROWS,
+    Linear,
+    added,
+    dense,
+    linear,
+    use_linear,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 ROWS = (1, FEWEST_ROWS - 1, FEWEST_ROWS, 200)
@@ -50,6 +57,15 @@ def test_parts_of_wider_tensors_are_multiplied_as_they_stand() -> None:
     x, weight = numbers(40, 64)[:, 16:48], numbers(32, 48, seed=1).t()
     expected = x.double() @ weight.double().t()
     torch.testing.assert_close(linear(x, weight).double(), expected, **CLOSE)
+
+
+def test_no_matrix_reaches_onednn_with_gaps_between_its_rows() -> None:
+    whole = numbers(48, 64)
+    for one in (whole, whole.t(), whole[:, :32], whole.t()[:, :32], whole[::2]):
+        found = dense(one)
+        assert torch.equal(found, one)
+        assert found.is_contiguous() or found.t().is_contiguous()
+    assert dense(whole.t()).data_ptr() == whole.data_ptr(), "nothing is copied without need"
 
 
 @pytest.mark.parametrize("shape", [(60, 32), (5, 12, 32)], ids=["rows", "batch of rows"])
