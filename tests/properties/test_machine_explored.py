@@ -57,7 +57,7 @@ SETTINGS = {
 }
 """Settings, and faults of a run at most."""
 DEEPER = {
-    "sync": (THREE, 1),
+    "sync": (replace(THREE, workers=2), 1),
     "sync, the drafter during a push": (
         replace(JOINING, total_steps=2, train_during_push=True),
         0,
