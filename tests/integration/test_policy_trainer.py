@@ -592,7 +592,7 @@ async def test_a_killed_rank_costs_a_repeated_step_and_changes_no_bit(
         told = (one async for one in news if one[0] != "turn")  # of the event loop, all the while
         kind, what = await anext(told)
         assert kind == "impaired"
-        assert "rank 1 of paceline.services.policy_trainer.rank was killed by SIGKILL" in what
+        assert "rank 1 of policy_trainer.rank was killed by SIGKILL" in what
         assert (await anext(told))[0] == "recovered"
     await world.stop()
 

@@ -66,7 +66,9 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _float32_on_cpu(x: Tensor) -> bool:
-    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu"
+    # what compiles a graph chooses its products itself
+    compiles = torch.compiler.is_compiling()
+    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu" and not compiles
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
