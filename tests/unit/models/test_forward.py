@@ -11,6 +11,7 @@ from random_models import FAMILIES, random_model, save_random
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
+from paceline.models import products
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import parse_config, read_config
 from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
@@ -18,6 +19,14 @@ from paceline.models.loading import build_weights, load_model, read_tensors
 
 CPU = torch.device("cpu")
 TOKENS = 120
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "torch"])
+def _asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever multiplies: with oneDNN rows of no token stand behind those of a block."""
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(products, "ONEDNN", request.param)
 
 
 def cache_for(weights: DecoderWeights, dtype: torch.dtype = torch.float32) -> StaticCache:
@@ -53,6 +62,7 @@ def forward_in_pieces(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slots", [[2, 3, 4], [4, 0, 3]], ids=["adjacent", "scattered"])
+@pytest.mark.usefixtures("_asked")
 def test_logits_and_hidden_states_equal_transformers(
     family: str, slots: list[int], tmp_path: Path
 ) -> None:
@@ -68,6 +78,7 @@ def test_logits_and_hidden_states_equal_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inner", [(1,), (0, 2), (0, 1, 2)])
+@pytest.mark.usefixtures("_asked")
 def test_inner_states_are_those_that_enter_transformers_layers(
     family: str, inner: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from paceline.models.products import (
     added,
     dense,
     linear,
+    spare_rows,
     use_linear,
 )
 
@@ -57,6 +58,20 @@ def test_parts_of_wider_tensors_are_multiplied_as_they_stand() -> None:
     x, weight = numbers(40, 64)[:, 16:48], numbers(32, 48, seed=1).t()
     expected = x.double() @ weight.double().t()
     torch.testing.assert_close(linear(x, weight).double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "spare"),
+    [(0, 0), (1, 0), (31, 0), (32, 0), (33, 15), (47, 1), (48, 0), (1023, 1), (1025, 0)],
+)
+def test_rows_are_spared_up_to_a_number_that_onednn_is_asked_for(
+    rows: int, spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "ONEDNN", True)
+    assert spare_rows(numbers(rows, 8)) == spare
+    assert spare_rows(numbers(rows, 8).double()) == 0
+    monkeypatch.setattr(products, "ONEDNN", False)
+    assert spare_rows(numbers(rows, 8)) == 0
 
 
 def test_no_matrix_reaches_onednn_with_gaps_between_its_rows() -> None:
