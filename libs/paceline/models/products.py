@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _suits(x, weight):
         return functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        product: Tensor = _Product.apply(x, weight)
+        product: Tensor = _WithGradients.apply(x, weight)
         return product if bias is None else product + bias
     return _product(x, weight, bias)
 
@@ -83,7 +83,7 @@ def dense(weight: Tensor) -> Tensor:
     return weight if weight.is_contiguous() or weight.t().is_contiguous() else weight.contiguous()
 
 
-class _Product(torch.autograd.Function):
+class _WithGradients(torch.autograd.Function):
     """Three products: of the activations, and for the gradients of both sides."""
 
     @staticmethod

@@ -101,6 +101,16 @@ def test_gradients_are_those_of_float64(shape: tuple[int, ...], trained: str) ->
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.usefixtures("asked")
+def test_a_gradient_that_is_one_number_repeated_is_taken() -> None:
+    x, weight = numbers(64, 32).requires_grad_(), numbers(48, 32, seed=1).requires_grad_()
+    linear(x, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(64, 32), **CLOSE)
+    torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(48, 32), **CLOSE)
+
+
 def test_few_rows_and_other_numbers_go_where_torch_sends_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
