@@ -158,7 +158,7 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     (folder / "native" / "config.json").write_text(
         json.dumps(config | {"max_position_embeddings": 16})
     )
-    yield from pair(folder, "eagle:3_1_4", "eagle:2_4_12", "eagle:4_3_12")
+    yield from pair(folder, "eagle:3_1_4", "eagle:2_4_12", "eagle:6_4_24")
 
 
 def pair(folder: Path, *arms: str) -> Iterator[Pair]:
@@ -194,11 +194,11 @@ def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_bran
     So a node that went over to another branch attends to its own branch's earlier nodes, not to its
     ancestors.
     """
-    arm = "eagle:4_3_12"
+    arm = "eagle:6_4_24"
     answers, rounds = served_rounds(eagle.served, arm, prompts, 1.0)
     own = own_rounds(eagle.native, arm, prompts, answers, 1.0)
     assert accept_length(rounds) == pytest.approx(accept_length(own), rel=0.05)
-    assert rounds != own
+    assert apart(rounds, own) >= 3
     block_of = LayerDrafter._beam_block
 
     def branches(
