@@ -27,19 +27,18 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def unused_memory() -> set[Path]:
-    """Shared memory that no living process has mapped: other tests serve beside this one."""
-    held = ""
-    for process in Path("/proc").glob("[0-9]*/maps"):
+def mapped_memory(processes: list[int]) -> set[Path]:
+    """Named shared memory that these have mapped, and not that of a test beside this one."""
+    mapped = ""
+    for pid in processes:
         with contextlib.suppress(OSError):  # it has ended
-            held += process.read_text()
-    return {path for path in SHARED_MEMORY.iterdir() if str(path) not in held}
+            mapped += Path(f"/proc/{pid}/maps").read_text()
+    return {path for path in SHARED_MEMORY.iterdir() if str(path) in mapped}
 
 
 def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     temporary: Path, tmp_path: Path
 ) -> None:
-    before = unused_memory()
     served = Served(
         tmp_path,
         model_dir=str(DEMO / "policy_start"),
@@ -58,6 +57,8 @@ def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     while not list(temporary.rglob("elsewhere/*")):  # SGLang's host hears of its end last
         assert time.monotonic() < until
         time.sleep(0.05)
+    memory = mapped_memory(family)
+    assert memory != set()
 
     processes = [psutil.Process(pid) for pid in family]
     for process in processes:
@@ -66,8 +67,8 @@ def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
     psutil.wait_procs(processes, timeout=patient(10))
     served.client.close()
     assert list(temporary.rglob("store")) != []
-    assert unused_memory() - before != set()
+    assert {path for path in memory if path.exists()} != set()
     own = locked_directory(temporary / next(iter(temporary.iterdir())) / "live")
     user = own.parent.parent
     assert {*temporary.rglob("*")} == {user, user / "ports", own.parent, own}
-    assert unused_memory() - before == set()
+    assert {path for path in memory if path.exists()} == set()
