@@ -57,11 +57,7 @@ class MemoryStream:
         self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
     ) -> str | None:
         """Append once by key."""
-        size = entry_bytes(fields, payload)
-        if self._budget is not None and size > self._budget:
-            raise ResourceExhausted(
-                f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget
-            )
+        size = self._size(fields, payload)
         if key is not None:
             if key in self._keys:
                 return None
@@ -75,6 +71,21 @@ class MemoryStream:
         async with self._appended:
             self._appended.notify_all()
         return f"{number}-0"
+
+    def _size(self, fields: Mapping[str, str], payload: bytes) -> int:
+        size = entry_bytes(fields, payload)
+        if self._budget is not None and size > self._budget:
+            raise ResourceExhausted(
+                f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget
+            )
+        return size
+
+    async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> None:
+        """Append several, one after another."""
+        for one in entries:
+            self._size(*one)
+        for fields, payload in entries:
+            await self.append(fields, payload)
 
     async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
         """New entries; wakes on append."""

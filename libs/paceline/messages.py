@@ -6,8 +6,10 @@ go as bytes. A noun with a field that its message lacks raises KeyError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -21,20 +23,22 @@ from paceline.v1.rollout_pb2 import TaskSpec
 
 M = TypeVar("M", bound=Message)
 N = TypeVar("N")
-_HINTS: dict[type[Any], dict[str, Any]] = {}  # by dataclass: field -> annotation
+_Put = Callable[[Any], Any]
+_Take = Callable[[Any], Any]
+# Looked up once: a rollout converts a dozen nouns a sample.
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+_PUTTERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Put]]] = {}
+_TAKERS: dict[tuple[type[Any], type[Message]], list[tuple[str, _Take]]] = {}
 
 
 def to_message(noun: object, kind: type[M]) -> M:
     """The noun as a message of this kind."""
-    described = kind.DESCRIPTOR.fields_by_name
-    return kind(**{name: _put(getattr(noun, name), described[name]) for name in _hints(type(noun))})
+    return kind(**{name: put(getattr(noun, name)) for name, put in _putters(type(noun), kind)})
 
 
 def from_message(cls: type[N], message: Message) -> N:
     """The noun of a message."""
-    described = message.DESCRIPTOR.fields_by_name
-    hints = _hints(cls)
-    return cls(**{name: _take(hint, message, described[name]) for name, hint in hints.items()})
+    return cls(**{name: take(message) for name, take in _takers(cls, type(message))})
 
 
 def shared_fields(noun: object, kind: type[Message]) -> dict[str, Any]:
@@ -71,42 +75,71 @@ def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
     return to_message(trajectory, pb.Trajectory)
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Annotations of a dataclass by field."""
     if cls not in _HINTS:
         hints = get_type_hints(cls)
         _HINTS[cls] = {field.name: hints[field.name] for field in fields(cls)}
     return _HINTS[cls]
 
 
-def _put(value: Any, field: Any) -> Any:
-    if value is None:
-        return None
+def _putters(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Put]]:
+    """What makes the message's value of each of a noun's fields."""
+    if (cls, kind) not in _PUTTERS:
+        described = kind.DESCRIPTOR.fields_by_name
+        _PUTTERS[cls, kind] = [(name, _putter(described[name])) for name in _hints(cls)]
+    return _PUTTERS[cls, kind]
+
+
+def _putter(field: Any) -> _Put:
+    def unless_none(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda value: None if value is None else make(value)
+
     if field.message_type is not None:
         if field.message_type.GetOptions().map_entry:
-            return dict(value)
+            return unless_none(dict)
         kind: type[Message] = GetMessageClass(field.message_type)
         if field.is_repeated:
-            return [to_message(one, kind) for one in value]
-        return to_message(value, kind)
+            return unless_none(lambda value: [to_message(one, kind) for one in value])
+        return unless_none(lambda value: to_message(value, kind))
     if field.enum_type is not None:
-        return _prefix(field) + value.upper()
-    return bytes(value) if field.type == FieldDescriptor.TYPE_BYTES else value
+        prefix = _prefix(field)
+        return unless_none(lambda value: prefix + value.upper())
+    return unless_none(bytes) if field.type == FieldDescriptor.TYPE_BYTES else _as_it_is
 
 
-def _take(hint: Any, message: Message, field: Any) -> Any:
-    value = getattr(message, field.name)
+def _takers(cls: type[Any], kind: type[Message]) -> Sequence[tuple[str, _Take]]:
+    """What reads each of a noun's fields off a message."""
+    if (cls, kind) not in _TAKERS:
+        described, hints = kind.DESCRIPTOR.fields_by_name, _hints(cls)
+        _TAKERS[cls, kind] = [(name, _taker(hints[name], described[name])) for name in hints]
+    return _TAKERS[cls, kind]
+
+
+def _taker(hint: Any, field: Any) -> _Take:
+    read = attrgetter(field.name)
     if field.message_type is not None:
         if field.message_type.GetOptions().map_entry:
-            return dict(value)
+            return lambda message: dict(read(message))
         if field.is_repeated:
-            return tuple(from_message(get_args(hint)[0], one) for one in value)
-        return from_message(hint, value)
+            one = partial(from_message, get_args(hint)[0])
+            return lambda message: tuple(map(one, read(message)))
+        return lambda message: from_message(hint, read(message))
     if field.enum_type is not None:
-        name = field.enum_type.values_by_number[value].name.removeprefix(_prefix(field)).lower()
-        return hint(name)
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    return tuple(value) if isinstance(value, bytes) or field.is_repeated else value
+        prefix = _prefix(field)
+        named = {
+            one.number: one.name.removeprefix(prefix).lower() for one in field.enum_type.values
+        }
+        return lambda message: hint(named[read(message)])
+    several = field.is_repeated or field.type == FieldDescriptor.TYPE_BYTES
+    whole = (lambda message: tuple(read(message))) if several else read
+    if field.has_presence:
+        return lambda message: whole(message) if message.HasField(field.name) else None
+    return whole
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _prefix(field: Any) -> str:

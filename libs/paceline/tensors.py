@@ -46,6 +46,7 @@ NUMPY_CODES = {
     "F64": "<f8",
 }
 """Element of an array, by safetensors dtype name."""
+_SIZES = {name: np.dtype(code).itemsize for name, code in NUMPY_CODES.items()}
 _ALL_ONES = {
     "F8_E4M3": 0x7F,
     "F8_E5M2": 0x7C,
@@ -94,7 +95,7 @@ class TensorLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, row-major, little-endian, without padding."""
-        return math.prod(self.shape) * np.dtype(NUMPY_CODES[self.dtype]).itemsize
+        return math.prod(self.shape) * _SIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def is_finite(tensor: NamedTensor) -> bool:
     if tensor.dtype not in _ALL_ONES:
         return True
     ones = _ALL_ONES[tensor.dtype]
-    words = np.frombuffer(tensor.view, dtype=f"<u{np.dtype(NUMPY_CODES[tensor.dtype]).itemsize}")
+    words = np.frombuffer(tensor.view, dtype=f"<u{_SIZES[tensor.dtype]}")
     blocks = (words[start : start + _BLOCK] for start in range(0, len(words), _BLOCK))
     return all(int(np.bitwise_and(block, words.dtype.type(ones)).max()) != ones for block in blocks)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from paceline.errors import InvalidInput
@@ -111,13 +112,15 @@ class SpeculationStats:
     trained_round_tokens: int = 0
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
-        return SpeculationStats(*(added(*pair) for pair in pairs))
+        return SpeculationStats(*map(added, _counters(self), _counters(other)))
 
     @property
     def accept_length(self) -> float:
         """Mean tokens per drafted round, bonus token included; 0 when nothing was drafted."""
         return self.drafted_round_tokens / self.drafted_rounds if self.drafted_rounds else 0.0
+
+
+_counters = attrgetter(*(one.name for one in fields(SpeculationStats)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,9 +113,10 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Most tokens of a rank's forward, padding included."""
-    row_tokens: int = Field(default=128, ge=1)
+    row_tokens: int = Field(default=0, ge=0)
     """Tokens of a packed row; a longer trajectory has a row of its own. What a group's trajectories
-    in one row begin with alike is computed once, but with attention "flash".
+    in one row begin with alike is computed once, but with attention "flash". 0: for each batch the
+    width, up to 4,096, that promises the shortest step.
     """
     head_rows: int = Field(default=1024, ge=1)
     """Tokens whose logits are computed at once; more of them in chunks, which are computed again in

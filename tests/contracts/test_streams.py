@@ -62,6 +62,22 @@ async def test_a_key_is_appended_once(stream: Stream) -> None:
     assert [entry.fields["n"] for entry in await stream.read("g", "c", 10, 0)] == ["1", "3"]
 
 
+async def test_several_appended_at_once_are_read_in_their_order(stream: Stream) -> None:
+    await stream.create_group("g")
+    await stream.append_all([({"n": str(n)}, b"payload-%d" % n) for n in range(3)])
+    await stream.append_all([])
+    entries = await stream.read("g", "c", 10, 0)
+    assert [(one.fields["n"], one.payload) for one in entries] == [
+        (str(n), b"payload-%d" % n) for n in range(3)
+    ]
+
+
+async def test_of_several_one_beyond_the_budget_keeps_all_out(budgeted: Stream) -> None:
+    with pytest.raises(ResourceExhausted, match="one entry exceeds the budget"):
+        await budgeted.append_all([({}, b"x"), ({}, bytes(2000))])
+    assert (await budgeted.depth()).entries == 0
+
+
 async def test_a_key_stays_taken_after_its_entry_is_gone(stream: Stream) -> None:
     await stream.create_group("g")
     entry_id = await stream.append({}, b"x", key="s/0")

@@ -56,6 +56,11 @@ class Stream(Protocol):
         the budget alone.
         """
 
+    async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> None:
+        """Append several in one exchange, header and payload each. Raises ResourceExhausted when
+        one exceeds the budget alone; after another error some of them may stand in the stream.
+        """
+
     async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
         """Up to `count` entries new to the group; waits up to `block_s` seconds for the first, then
         returns [].

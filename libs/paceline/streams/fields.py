@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -66,6 +67,9 @@ WAYS = TextForm(
 )
 
 
+_getter = cache(attrgetter)  # by a noun's field: there are some twenty, and each entry has them all
+
+
 @dataclass(frozen=True, slots=True)
 class HeaderField:
     """One field of an entry's header."""
@@ -100,7 +104,7 @@ class EntryLayout:
         computed["schema_version"] = SCHEMA_VERSION
         return {
             one.name: one.form.write(
-                attrgetter(one.source)(noun) if one.source else computed[one.name]
+                _getter(one.source)(noun) if one.source else computed[one.name]
             )
             for one in self.header
         }

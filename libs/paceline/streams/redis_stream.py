@@ -76,6 +76,24 @@ class RedisStream:
         self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
     ) -> str | None:
         """Append once by key, also when the answer of a first try was lost."""
+        keys, args = self._append_of(fields, payload, key)
+        with redis_errors(self._client, f"append to {self._key}"):
+            entry_id, mine = await self._append(keys=keys, args=args)
+        return bytes(entry_id).decode() if mine else None
+
+    async def append_all(self, entries: Sequence[tuple[Mapping[str, str], bytes]]) -> None:
+        """Append several as one transaction: who waits for entries is told of all of them."""
+        calls = [self._append_of(fields, payload, None) for fields, payload in entries]
+        with redis_errors(self._client, f"append to {self._key}"):
+            pipe = self._client.pipeline(transaction=True)
+            for keys, args in calls:
+                await self._append(keys=keys, args=args, client=pipe)
+            await pipe.execute()
+
+    def _append_of(
+        self, fields: Mapping[str, str], payload: bytes, key: str | None
+    ) -> tuple[list[str], list[Any]]:
+        """Keys and arguments of the script that appends."""
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
             raise ResourceExhausted(
@@ -83,10 +101,8 @@ class RedisStream:
             )
         nonce = uuid.uuid4().hex
         keys = [self._key, f"{self._key}:once:{nonce if key is None else key}", self._sizes]
-        head: list[Any] = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
-        with redis_errors(self._client, f"append to {self._key}"):
-            entry_id, mine = await self._append(keys=keys, args=[*head, *flat(fields, payload)])
-        return bytes(entry_id).decode() if mine else None
+        head = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
+        return keys, [*head, *flat(fields, payload)]
 
     async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
         """New entries; may take `block_s` plus the outage allowed."""

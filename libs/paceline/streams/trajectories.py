@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from paceline.tensors import (
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory, VersionSpan
 
 _SPANS, _DRAWN, _MASK = "version_spans", "draw_spans", "loss_mask"
+_of_version = attrgetter(*(one.name for one in fields(VersionSpan)))
+_way = attrgetter(*(one.name for one in fields(DrawSpan)[2:]))  # all but start and end
 _ACCEPTED = 2
 """Added to the mask of a token that was an accepted draft."""
 
@@ -33,9 +36,9 @@ def encode_trajectory(
 ) -> tuple[dict[str, str], bytes]:
     """Header and payload of one branch; `traceparent` defaults to that of the current span."""
     rows: dict[str, Any] = {one.name: getattr(trajectory, one.name) for one in TRAJECTORIES.payload}
-    spans = [astuple(span) for span in trajectory.version_spans]
+    spans = [_of_version(span) for span in trajectory.version_spans]
     rows[_SPANS] = np.reshape(spans, (len(spans), 3))
-    drawn_by = [astuple(span)[2:] for span in trajectory.draw_spans]
+    drawn_by = [_way(span) for span in trajectory.draw_spans]
     ways = list(dict.fromkeys(drawn_by))
     drawn = [
         (one.start, one.end, ways.index(way))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,10 +119,10 @@ def _traces(service: str, config: TelemetryConfig, resource: Resource) -> Tracer
         """
 
         def generate_trace_id(self) -> int:
-            return secrets.randbelow(2**128 - 1) + 1
+            return int.from_bytes(os.urandom(16)) or 1  # 0 is no id
 
         def generate_span_id(self) -> int:
-            return secrets.randbelow(2**64 - 1) + 1
+            return int.from_bytes(os.urandom(8)) or 1
 
     provider = TracerProvider(resource=resource, id_generator=SystemIds())
     provider.add_span_processor(Last())

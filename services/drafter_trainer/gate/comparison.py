@@ -63,6 +63,7 @@ class Judgement:
     serving_survival: tuple[float, ...]
     # share of a drafter's own speed, whatever else the engine could do, that the candidate adds
     gain: float
+    gain_noise: float
 
     @property
     def better(self) -> bool:
@@ -109,10 +110,8 @@ def judge(
         speedup(resampled, one.size_groups)
         for resampled, one in zip(drawn, (candidate, serving), strict=True)
     ]
-    own = [
-        float(own_speed(mean, one.size_groups))
-        for mean, one in zip(survival, (candidate, serving), strict=True)
-    ]
+    sizes_of = (candidate.size_groups, serving.size_groups)
+    own, own_drawn = (list(map(own_speed, of, sizes_of)) for of in (survival, drawn))
     several = len(sizes) > 1
     return Judgement(
         candidate=1.0 + float(survival[0].sum()),
@@ -125,7 +124,8 @@ def judge(
         serving_noise=_half_width(lengths[1], several),
         survival=tuple(survival[0].tolist()),
         serving_survival=tuple(survival[1].tolist()),
-        gain=own[0] / own[1] - 1,
+        gain=float(own[0] / own[1]) - 1,
+        gain_noise=_half_width(own_drawn[0] / own_drawn[1], several),
     )
 
 

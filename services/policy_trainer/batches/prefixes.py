@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -68,20 +70,40 @@ class TreeRow:
         )
 
 
-def prefix_units(sequences: Sequence[Tokens], groups: Iterable[int], row_tokens: int) -> list[Unit]:
-    """Sequences of a group in the order of their tokens, which makes those neighbours that share
-    most, cut where a tree would be larger than `row_tokens`; a longer sequence is alone.
+class Neighbour(NamedTuple):
+    """A sequence behind the one of its group that it begins most like."""
+
+    number: int
+    tokens: int
+    shared: int  # with the one before; 0 for the first
+
+
+def neighbours(sequences: Sequence[Tokens], groups: Iterable[int]) -> list[list[Neighbour]]:
+    """Each group's sequences in the order of their tokens, which makes those neighbours that share
+    most.
     """
     by_group: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
         by_group.setdefault(group, []).append(number)
-    units: list[Unit] = []
+    found = []
     for members in by_group.values():
+        members.sort(key=lambda i: (sequences[i].astype(">i8").tobytes(), i))
+        shared = [common_prefix(sequences[i], sequences[j]) for i, j in pairwise(members)]
+        lengths = [len(sequences[i]) for i in members]
+        found.append(list(map(Neighbour, members, lengths, [0, *shared])))
+    return found
+
+
+def prefix_units(groups: Iterable[Sequence[Neighbour]], row_tokens: int) -> list[Unit]:
+    """Neighbours together, cut where a tree would be larger than `row_tokens`; a longer sequence is
+    alone.
+    """
+    units: list[Unit] = []
+    for members in groups:
         unit: list[int] = []
         used = 0
-        for number in sorted(members, key=lambda i: (sequences[i].astype(">i8").tobytes(), i)):
-            own = len(sequences[number])
-            new = own - common_prefix(sequences[unit[-1]], sequences[number]) if unit else own
+        for number, own, shared in members:
+            new = own - shared if unit else own
             if unit and used + new > row_tokens:
                 units.append(Unit(tuple(unit), used))
                 unit, used, new = [], 0, own

@@ -21,7 +21,7 @@ from paceline.services.policy_trainer.batches.batch import TrainBatch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer
-from paceline.services.policy_trainer.learn.model import ValueModel
+from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
 from paceline.training.optimizer import NamedAdamW
 
 
@@ -34,7 +34,7 @@ class Critic:
         self.model = model
         self._settings = settings
         self._mesh = mesh
-        self._packer = Packer(config, mesh)
+        self._packer = Packer(config, mesh, pair_cost(model))
         self._reshards = config.reshard_after_forward
         self._updates = 0
         optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})

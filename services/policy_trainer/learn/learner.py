@@ -31,7 +31,7 @@ from paceline.services.policy_trainer.learn.device_memory import DeviceMemory
 from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.kept_weights import KeptWeights
 from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
-from paceline.services.policy_trainer.learn.model import PolicyModel
+from paceline.services.policy_trainer.learn.model import PolicyModel, pair_cost
 from paceline.services.policy_trainer.learn.objective import PolicyObjective
 from paceline.services.policy_trainer.learn.parts import StepParts
 from paceline.services.policy_trainer.learn.weights import PolicyWeights
@@ -67,7 +67,7 @@ class Learner:
         self.critic = critic
         self.algorithm: Algorithm = build_algorithm(config.algorithm)
         self.objective = PolicyObjective(config.algorithm, self.algorithm)
-        self.packer = Packer(config, mesh)
+        self.packer = Packer(config, mesh, pair_cost(model))
         self.parts = StepParts()
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None

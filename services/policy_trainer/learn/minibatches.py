@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.services.policy_trainer.algorithms.aggregation import token_weights
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from paceline.services.policy_trainer.batches.packing import plan_micro_batches
-from paceline.services.policy_trainer.batches.prefixes import Unit, prefix_units
+from paceline.services.policy_trainer.batches.prefixes import neighbours, prefix_units
+from paceline.services.policy_trainer.batches.row_width import Layout, cheapest, widths
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.training.process import on_device
 
@@ -31,9 +32,11 @@ class MiniBatch:
 class Packer:
     """Lays chosen trajectories out for this rank."""
 
-    def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, config: PolicyTrainerConfig, mesh: DeviceMesh, pair_cost: float) -> None:
+        """pair_cost: of the model that runs over the rows, see model.pair_cost."""
         self._config = config
         self._mesh = mesh
+        self._pair_cost = pair_cost
         self._shares = config.attention != "flash"  # which knows documents alone
 
     def micro_batches(self, batch: TrainBatch, chosen: Bool[Tensor, " B"]) -> Iterator[MicroBatch]:
@@ -42,24 +45,32 @@ class Packer:
         """
         owned = torch.bincount(batch.owners, minlength=len(chosen)) > 0
         numbers = (chosen & owned).nonzero().flatten().tolist()
-        units = self._units(batch, numbers)
-        plan = plan_micro_batches(
-            [unit.tokens for unit in units],
-            world_size=self._mesh.size(),
-            row_tokens=self._config.row_tokens,
-            tokens_per_micro_batch=self._config.tokens_per_micro_batch,
-        )
+        units, plan = self._layout(batch, numbers)
         for rows in plan[self._mesh.get_rank()]:
             packed = [[numbers[i] for u in row for i in units[u].members] for row in rows]
             micro = make_micro_batch(batch, packed, shares=self._shares)
             yield on_device(micro, self._mesh.device_type)
 
-    def _units(self, batch: TrainBatch, numbers: Sequence[int]) -> list[Unit]:
-        inputs = batch.inputs(numbers)
-        if not self._shares:
-            return [Unit((i,), len(own)) for i, own in enumerate(inputs)]
-        groups = batch.groups[list(numbers)].tolist()
-        return prefix_units(inputs, groups, self._config.row_tokens)
+    def _layout(self, batch: TrainBatch, numbers: Sequence[int]) -> Layout:
+        """The same on every rank."""
+        config, inputs = self._config, batch.inputs(numbers)
+        # Where nothing is shared each is a group of its own.
+        groups = batch.groups[list(numbers)].tolist() if self._shares else range(len(inputs))
+        alike = neighbours(inputs, groups)
+
+        def laid_out(row_tokens: int) -> Layout:
+            units = prefix_units(alike, row_tokens)
+            plan = plan_micro_batches(
+                [unit.tokens for unit in units],
+                world_size=self._mesh.size(),
+                row_tokens=row_tokens,
+                tokens_per_micro_batch=config.tokens_per_micro_batch,
+            )
+            return Layout(units, plan)
+
+        if config.row_tokens:
+            return laid_out(config.row_tokens)
+        return cheapest(map(laid_out, widths(config.tokens_per_micro_batch)), self._pair_cost)
 
 
 def mini_batches(batch: TrainBatch, config: PolicyTrainerConfig) -> list[MiniBatch]:

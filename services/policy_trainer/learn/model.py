@@ -17,6 +17,10 @@ from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.learn.head import head_logprobs
 from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
+MASKED = 2.5
+"""What a multiplication in attention takes, in those of products: of masked rows on a CPU a core
+does fewer a second (2.6 times, of the demo's policy).
+"""
 HEAD_ROWS = 1024
 """Rows of the head at once: of a vocabulary of 152k their logits are 0.6 GB in fp32."""
 
@@ -53,6 +57,11 @@ class PolicyModel(nn.Module):
         )
         return logprobs[micro.predictions], entropy[micro.predictions]
 
+    @property
+    def config(self) -> Any:
+        """Of the decoder, as transformers has it."""
+        return self.lm.config
+
     def layers(self) -> list[nn.Module]:
         """Decoder layers, the units of sharding."""
         return list(self.lm.model.layers)
@@ -82,6 +91,11 @@ class ValueModel(nn.Module):
         value = value.float().sum(-1)  # of one; no view, which FSDP2 does not hook
         return value[micro.predictions]
 
+    @property
+    def config(self) -> Any:
+        """Of the decoder, as transformers has it."""
+        return self.decoder.config
+
     def layers(self) -> list[nn.Module]:
         """Decoder layers, the units of sharding."""
         return list(self.decoder.layers)
@@ -104,6 +118,19 @@ def hidden_rows(decoder: Any, micro: MicroBatch) -> Float[Tensor, "U D"]:
         input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
     ).last_hidden_state
     return hidden.flatten(0, 1)[micro.predict_at]
+
+
+def pair_cost(model: PolicyModel | ValueModel) -> float:
+    """What one token's attention to another takes, in what all products of a token take.
+
+    By their multiplications: scores and weighted sum against the weights of the layers.
+    """
+    config, layers = model.config, model.layers()
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    weights = sum(one.numel() for layer in layers for one in layer.parameters())
+    return MASKED * 2 * width * len(layers) / weights
 
 
 def tree_mask(subtree_ends: Int[Tensor, "R W"], *, blocks: bool) -> Any:

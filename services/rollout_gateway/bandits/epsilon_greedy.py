@@ -19,7 +19,7 @@ TRIAL_PULLS = 4
 """Rounds of an arm that a group's window has to hold before the best is exploited; one of them may
 be a warm-up.
 """
-HOPELESS = 0.5
+HOPELESS = 0.7
 """Without a table: of the best rate in the nearest group that knows an arm. Below it the arm is not
 tried here.
 """

@@ -15,7 +15,7 @@ from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.telemetry import names, past_span
 from paceline.v1 import engine_pb2 as pb
 
-REQUESTS_PER_S = 100.0
+REQUESTS_PER_S = 25.0
 """Requests a second whose stages become spans; those beyond have their `engine.request` alone."""
 
 

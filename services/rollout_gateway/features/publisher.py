@@ -12,6 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import redis.asyncio
@@ -35,7 +36,7 @@ from paceline.streams import (
     encode_features,
     run_key,
 )
-from paceline.telemetry import extract, get_logger, inject, names, span
+from paceline.telemetry import get_logger, inject, names, span
 from paceline.tensors import NamedTensor
 
 STREAMS_KEPT = 16
@@ -43,6 +44,10 @@ ROW_DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
 log = get_logger(__name__)
 
 
+LINGER_S = 0.2
+"""How long a batch waits for others, so that one exchange with Redis takes them all, and one read
+of the trainer's: each costs as much as a batch itself, in time that rollouts need.
+"""
 QUEUE_BATCHES = 64
 """Batches waiting for Redis; more are dropped and counted: a trainer wants the newest rows."""
 GATHER_BYTES = 128 << 20
@@ -191,30 +196,28 @@ class FeaturePublisher:
     async def _run(self) -> None:
         while True:
             await self._wake.wait()
+            await asyncio.sleep(LINGER_S)
             self._wake.clear()
-            while self._queue:
-                await self._send(self._queue.popleft())
+            waiting, self._queue = self._queue, deque()
+            for run_id, batches in groupby(waiting, key=lambda batch: batch.run_id):
+                await self._send(run_id, list(batches))
 
-    async def _send(self, batch: FeatureBatch) -> None:
+    async def _send(self, run_id: str, batches: Sequence[FeatureBatch]) -> None:
+        rows = sum(batch.all_rows for batch in batches)
         try:
-            parent = extract({"traceparent": batch.traceparent})
             with span(
                 names.FEATURES_PUBLISH,
-                {
-                    names.MESSAGING_SYSTEM: "redis",
-                    names.ROWS: batch.rows,
-                    names.SESSION_ID: batch.session_id,
-                },
+                {names.MESSAGING_SYSTEM: "redis", names.ROWS: rows, names.BATCHES: len(batches)},
                 kind="producer",
-                parent=parent,
+                links=[batch.traceparent for batch in batches],
             ):
-                fields, payload = encode_features(batch)
-                await self._stream(batch.run_id).append({**fields, **inject()}, payload)
-                self.batches += 1
-                metrics.FEATURE_BATCHES.record()
+                await self._stream(run_id).append_all([encode_features(one) for one in batches])
         except PacelineError as error:
-            self._drop(batch.all_rows)
-            log.warning("hidden rows dropped", rows=batch.all_rows, error=str(error))
+            self._drop(rows)
+            log.warning("hidden rows dropped", rows=rows, error=str(error))
+        else:
+            self.batches += len(batches)
+            metrics.FEATURE_BATCHES.record(len(batches))
 
     def _stream_of(self, run_id: str) -> Stream:
         assert self._client is not None

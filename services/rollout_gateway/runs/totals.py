@@ -78,7 +78,6 @@ class Totals:
         if sample.group_id in self._rewards and sample.HasField("reward"):
             self._rewards[sample.group_id].append(sample.reward.value)
         self._stats += stats_from_proto(sample.speculation)
-        finished.speculation.CopyFrom(stats_to_proto(self._stats))
         finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
 
     def _closed(self, group_id: str) -> rpb.ClosedGroup:
@@ -98,6 +97,7 @@ class Totals:
     async def closing(self, gateway: Gateway) -> rpb.TasksFinished:
         """The last message of the call."""
         finished = self.finished
+        finished.speculation.CopyFrom(stats_to_proto(self._stats))
         finished.versions.CopyFrom(versions_to_proto(gateway.weights.versions))
         finished.arms.extend(merge_arms(list((await gateway.router.healths()).values())))
         finished.regret = regret(finished.arms)

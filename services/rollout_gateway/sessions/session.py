@@ -70,6 +70,7 @@ class Session:
         # of everything generated, in a session that is trained
         self._temperature: float | None = None
         self._added: dict[str, Grant] = {}  # by idempotency key
+        self._ended_with: list[Trajectory] | None = None
 
     @property
     def group_id(self) -> str:
@@ -196,9 +197,14 @@ class Session:
 
     def trajectories(self) -> list[Trajectory]:
         """Training samples of what was generated; those without a reward are never trained."""
+        if self._ended_with is not None:
+            return self._ended_with
         found = samples(self.session_id, self.assignment, self.tree, self.reward)
-        parts = self.reward_parts
-        return [replace(one, reward_parts=parts) for one in found] if parts else found
+        if parts := self.reward_parts:
+            found = [replace(one, reward_parts=parts) for one in found]
+        if self.state is not SessionState.OPEN:
+            self._ended_with = found
+        return found
 
     def _turn(self, completion_id: str) -> Turn | None:
         if not completion_id:

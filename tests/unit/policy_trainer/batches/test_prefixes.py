@@ -20,7 +20,11 @@ from transformers import (
 from unit.policy_trainer.batches.test_packing import SIZES, trajectory
 
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
-from paceline.services.policy_trainer.batches.prefixes import TreeRow, prefix_units
+from paceline.services.policy_trainer.batches.prefixes import (
+    TreeRow,
+    neighbours,
+    prefix_units,
+)
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, tree_mask
 
 FEW = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -41,7 +45,7 @@ def test_a_unit_has_the_size_of_its_tree_and_room_in_a_row(
     sequences: list[list[int]], row_tokens: int, groups: int
 ) -> None:
     of = [i % groups for i in range(len(sequences))]
-    units = prefix_units(arrays(sequences), of, row_tokens)
+    units = prefix_units(neighbours(arrays(sequences), of), row_tokens)
     assert sorted(i for unit in units for i in unit.members) == list(range(len(sequences)))
     for unit in units:
         assert len({of[i] for i in unit.members}) == 1

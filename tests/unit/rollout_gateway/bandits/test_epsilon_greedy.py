@@ -153,11 +153,11 @@ def test_groups_of_batch_sizes_learn_apart() -> None:
 
 def test_an_arm_that_is_far_slower_in_the_nearest_group_is_not_tried() -> None:
     bandit = make(epsilon=0.0)
-    play(bandit, 50, {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}, batch=4)
+    play(bandit, 50, {"off": 120.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}, batch=4)
     tried = play(bandit, 50, {"off": 100.0, "a:3_1_4": 90.0, "b:3_1_4": 140.0}, batch=1)
     assert tried == {"off": 50 - TRIAL_PULLS, "a:3_1_4": TRIAL_PULLS}
     hoped = make(epsilon=0.5)
-    play(hoped, 50, {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}, batch=4)
+    play(hoped, 50, {"off": 120.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}, batch=4)
     found = play(hoped, 300, {"off": 100.0, "a:3_1_4": 90.0, "b:3_1_4": 140.0}, batch=1)
     assert found.most_common(1)[0][0] == "b:3_1_4", (
         "what is explored by chance is found all the same"
