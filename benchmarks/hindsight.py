@@ -57,7 +57,7 @@ class DemoWorkload:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=above_zero(int), default=3, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=above_zero(int), default=40, help="RL steps of a run")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of these")
     parser.add_argument(
@@ -85,43 +85,61 @@ async def run(options: argparse.Namespace) -> BenchResult:
         out.mkdir(parents=True, exist_ok=True)
         workload = WORKLOADS[name](out, options.steps)
         runs[name] = []
-        for arm in arms:
-            made = await _one(out, workload, arm, options)
-            say(f"{name}, {arm}: {statistics.median(made.all_rates):.0f} tokens/s")
-            runs[name].append(made)
+        for seed in range(options.seeds):
+            for arm in arms:
+                made = await _one(out, workload, arm, seed, options)
+                speed = statistics.median(made.all_rates)
+                say(f"{name}, seed {seed}, {arm}: {speed:.0f} tokens/s")
+                runs[name].append(made)
     return compare(runs, options.steps)
 
 
 def compare(runs: Mapping[str, Sequence[DemoRun]], steps: int) -> BenchResult:
-    """Rows and goals of finished runs, by workload."""
+    """Rows and goals of finished runs, by workload; pairs are equal steps of equal seeds."""
     rows: list[Row] = []
     goals: list[Goal] = []
     for name, of in runs.items():
-        ours = next(one for one in of if one.arm == OURS)
         rows.append(_row(name, of))
+        rates = speeds(of)
         best = best_fixed(of)
-        ratio = paired_ratio(ours.all_rates, best.all_rates)
-        goals.append(ratio_goal(f"{name}: tokens/s, {OURS} / {best.arm}", WITHIN, ratio))
+        ratio = paired_ratio(rates[OURS], rates[best])
+        goals.append(ratio_goal(f"{name}: tokens/s, {OURS} / {best}", WITHIN, ratio))
     return BenchResult(f"default settings and fixed choices, {steps} steps", rows, goals)
 
 
-def best_fixed(runs: Sequence[DemoRun]) -> DemoRun:
-    """The fastest run with a fixed choice."""
-    fixed = [one for one in runs if one.arm != OURS]
-    return max(fixed, key=lambda one: statistics.median(one.all_rates))
+def speeds(runs: Sequence[DemoRun]) -> dict[str, list[float]]:
+    """Tokens/s of all steps of each arm, seed by seed."""
+    found: dict[str, list[float]] = {}
+    for one in sorted(runs, key=lambda run: run.seed):
+        found.setdefault(one.arm, []).extend(one.all_rates)
+    return found
+
+
+def best_fixed(runs: Sequence[DemoRun]) -> str:
+    """The fixed choice that was fastest."""
+    rates = speeds(runs)
+    fixed = [arm for arm in rates if arm != OURS]
+    return max(fixed, key=lambda arm: statistics.median(rates[arm]))
 
 
 def _row(name: str, runs: Sequence[DemoRun]) -> Row:
-    ours = next(one for one in runs if one.arm == OURS)
-    speeds = {one.arm: round(statistics.median(one.all_rates)) for one in runs}
-    decisions = ours.summary["gate_decisions"]
+    ours = [one.summary for one in runs if one.arm == OURS]
+    decisions = [one["gate_decisions"] for one in ours]
+
+    def each(decision: str) -> str:
+        return ", ".join(str(one.get(decision, 0)) for one in decisions)
+
+    def mean(figure: str) -> float:
+        return statistics.fmean(one[figure] for one in ours)
+
     return {
         "workload": name,
-        **speeds,
-        "promoted": decisions.get("promoted", 0),
-        "frozen, woken": f"{decisions.get('frozen', 0)}, {decisions.get('reopened', 0)}",
-        "drafter steps/step": ours.summary["drafter_steps_per_rl_step"],
-        "wait %": 100 * ours.summary["preempt_wait_share"],
+        **{arm: round(statistics.median(rates)) for arm, rates in speeds(runs).items()},
+        "promoted": each("promoted"),
+        "frozen": each("frozen"),
+        "woken": each("reopened"),
+        "drafter steps/step": mean("drafter_steps_per_rl_step"),
+        "wait %": 100 * mean("preempt_wait_share"),
     }
 
 
@@ -132,7 +150,9 @@ def settings_of(workload: DemoWorkload, arm: str) -> list[str]:
     return [*workload.settings, *NO_EVALUATIONS, *trained, *ARMS[arm]]
 
 
-async def _one(out: Path, workload: DemoWorkload, arm: str, options: argparse.Namespace) -> DemoRun:
+async def _one(
+    out: Path, workload: DemoWorkload, arm: str, seed: int, options: argparse.Namespace
+) -> DemoRun:
     """The finished run of an arm, made now if it is not there."""
 
     async def flags() -> list[str]:
@@ -142,7 +162,7 @@ async def _one(out: Path, workload: DemoWorkload, arm: str, options: argparse.Na
 
     settings = [*settings_of(workload, arm), *options.overrides]
     return await demo_runs.finished_run(
-        out, options.seed, arm, options.steps, flags, settings, workload.file
+        out, seed, arm, options.steps, flags, settings, workload.file
     )
 
 
