@@ -136,8 +136,8 @@ def _row(name: str, runs: Sequence[DemoRun]) -> Row:
         "workload": name,
         **{arm: round(statistics.median(rates)) for arm, rates in speeds(runs).items()},
         "promoted": each("promoted"),
-        "frozen": each("frozen"),
-        "woken": each("reopened"),
+        "froze": each("frozen"),
+        "woke": each("reopened"),
         "drafter steps/step": mean("drafter_steps_per_rl_step"),
         "wait %": 100 * mean("preempt_wait_share"),
     }
