@@ -42,6 +42,7 @@ class Case:
     work: Work
     ranks: int
     least: float = DEMO_RATIO
+    row_tokens: int = 0  # of ours; 0: what the batch chooses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +99,7 @@ def cases(folder: Path) -> list[Case]:
     demo = demo_model()
     start, late, apart, wide = (
         str(demo_samples(folder / "start.json", 16)),
-        str(demo_samples(folder / "late.json", 16, "policy_trained")),
+        str(demo_samples(folder / "late.json", 16, "policy_trained", longest=360)),
         str(random_samples(folder / "apart.json", 16, 320)),
         str(random_samples(folder / "wide.json", 4, WIDE_VOCABULARY)),
     )
@@ -107,6 +108,7 @@ def cases(folder: Path) -> list[Case]:
         Case("the demo's first step, 2 ranks", demo, Work(start), 2),
         Case("half of its groups without variance, 2 ranks", demo, Work(start, still=8), 2),
         Case("its last step, 2 ranks", demo, Work(late), 2),
+        Case("the same in rows of 128 tokens, 2 ranks", demo, Work(late), 2, 1.0, 128),
         Case("answers that share the prompt alone, 1 rank", demo, Work(apart), 1, least=1.0),
         Case(WIDE, wide_model(folder / "wide"), Work(wide), 1, least=1.0),
     ]
@@ -139,7 +141,7 @@ async def _started(
     stack: AsyncExitStack, case: Case, side: str, logs: Path, budget: int
 ) -> RankGroup:
     told = {"side": side, "model": str(case.model), "work": asdict(case.work), "tokens": budget}
-    spec = json.dumps(told)
+    spec = json.dumps(told | {"row_tokens": case.row_tokens})
     ranks, threads = (case.ranks, 1) if side == "ours" else (1, case.ranks)
     group = RankGroup(
         "benchmarks.policy.side", ranks, threads, logs / side, {SPEC_VARIABLE: spec}, heartbeat_s=0

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,9 +29,13 @@ BUDGETS = {"ours": 1536, "plain": 512}
 """Tokens of a forward, padding included: what is quickest for each side on 2 cores."""
 
 
-def ours(model: Path, trajectories: list[Trajectory], tokens: int) -> Callable[[], None]:
+def ours(
+    model: Path, trajectories: list[Trajectory], tokens: int, *, row_tokens: int
+) -> Callable[[], None]:
     """The learner's step on this rank, its batch laid out anew each time."""
-    config = PolicyTrainerConfig(model=str(model), device="cpu", tokens_per_micro_batch=tokens)
+    config = PolicyTrainerConfig(
+        model=str(model), device="cpu", tokens_per_micro_batch=tokens, row_tokens=row_tokens
+    )
     learner = build_learner(config, form_mesh(config))
 
     def step() -> None:
@@ -94,7 +99,10 @@ def main() -> None:
     link = RankLink.from_environment()
     spec = json.loads(os.environ[SPEC_VARIABLE])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    sides = {"ours": ours, "plain": plain}
+    sides: dict[str, Callable[[Path, list[Trajectory], int], Callable[[], None]]] = {
+        "ours": partial(ours, row_tokens=spec["row_tokens"]),
+        "plain": plain,
+    }
     tokens = spec["tokens"] or BUDGETS[spec["side"]]
     trajectories = Work(**spec["work"]).trajectories()
     step = sides[spec["side"]](Path(spec["model"]), trajectories, tokens)

@@ -60,8 +60,12 @@ class Work:
         )
 
 
-def demo_samples(file: Path, groups: int, policy: str = "policy_start") -> Path:
-    """Writes what a policy of the demo says to the first tasks of a run, by transformers."""
+def demo_samples(
+    file: Path, groups: int, policy: str = "policy_start", *, longest: int = 96
+) -> Path:
+    """Writes what a policy of the demo says to the first tasks of a run, by transformers: `longest`
+    tokens of an answer at most.
+    """
     import torch
     from transformers import AutoTokenizer
 
@@ -77,7 +81,7 @@ def demo_samples(file: Path, groups: int, policy: str = "policy_start") -> Path:
             attention_mask=torch.ones_like(prompt).repeat(SIBLINGS, 1),
             do_sample=True,
             top_k=0,
-            max_new_tokens=96,
+            max_new_tokens=longest,
             pad_token_id=lm.config.pad_token_id,
         )
         ends = (drawn == lm.config.eos_token_id).long()
