@@ -16,7 +16,7 @@ NO_BETTER = 2
 """So many dearer ones after the best, and wider ones are not looked at."""
 
 
-class Layout(NamedTuple):
+class Packing(NamedTuple):
     """Units, and which of them lie where."""
 
     units: Sequence[Unit]
@@ -28,30 +28,30 @@ def widths(tokens_per_micro_batch: int) -> Iterator[int]:
     return (one for one in ROW_TOKENS if one <= max(tokens_per_micro_batch, ROW_TOKENS[0]))
 
 
-def cheapest(layouts: Iterable[Layout], pair_cost: float) -> Layout:
-    """The one that takes least; the first of equals. Layouts come by the width of their rows."""
-    best: tuple[float, Layout] | None = None
+def cheapest(packings: Iterable[Packing], pair_cost: float) -> Packing:
+    """The one that takes least; the first of equals. Packings come by the width of their rows."""
+    best: tuple[float, Packing] | None = None
     worse = 0
-    for layout in layouts:
-        taken = cost(layout, pair_cost)
+    for packing in packings:
+        taken = cost(packing, pair_cost)
         if best is None or taken < best[0]:
-            best, worse = (taken, layout), 0
+            best, worse = (taken, packing), 0
         elif taken > best[0]:
             worse += 1
             if worse == NO_BETTER:
                 break
-    assert best is not None, "a batch has at least one layout"
+    assert best is not None, "a batch has at least one packing"
     return best[1]
 
 
-def cost(layout: Layout, pair_cost: float) -> float:
+def cost(packing: Packing, pair_cost: float) -> float:
     """What the rank that has most to do computes, in the products of so many tokens: every cell of
     a micro-batch, and its attention to all of the row. `pair_cost`: of one token's attention to
-    another, see PolicyModel.
+    another, see model.pair_cost.
     """
 
     def of(rows: Sequence[Sequence[int]]) -> float:
-        width = max(sum(layout.units[unit].tokens for unit in row) for row in rows)
+        width = max(sum(packing.units[unit].tokens for unit in row) for row in rows)
         return len(rows) * width * (1.0 + width * pair_cost)
 
-    return max(sum(of(rows) for rows in rounds if rows) for rounds in layout.plan)
+    return max(sum(of(rows) for rows in rounds if rows) for rounds in packing.plan)

@@ -14,7 +14,7 @@ from paceline.services.policy_trainer.algorithms.aggregation import token_weight
 from paceline.services.policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from paceline.services.policy_trainer.batches.packing import plan_micro_batches
 from paceline.services.policy_trainer.batches.prefixes import neighbours, prefix_units
-from paceline.services.policy_trainer.batches.row_width import Layout, cheapest, widths
+from paceline.services.policy_trainer.batches.row_width import Packing, cheapest, widths
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.training.process import on_device
 
@@ -51,14 +51,14 @@ class Packer:
             micro = make_micro_batch(batch, packed, shares=self._shares)
             yield on_device(micro, self._mesh.device_type)
 
-    def _layout(self, batch: TrainBatch, numbers: Sequence[int]) -> Layout:
+    def _layout(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
         """The same on every rank."""
         config, inputs = self._config, batch.inputs(numbers)
         # Where nothing is shared each is a group of its own.
         groups = batch.groups[list(numbers)].tolist() if self._shares else range(len(inputs))
         alike = neighbours(inputs, groups)
 
-        def laid_out(row_tokens: int) -> Layout:
+        def laid_out(row_tokens: int) -> Packing:
             units = prefix_units(alike, row_tokens)
             plan = plan_micro_batches(
                 [unit.tokens for unit in units],
@@ -66,7 +66,7 @@ class Packer:
                 row_tokens=row_tokens,
                 tokens_per_micro_batch=config.tokens_per_micro_batch,
             )
-            return Layout(units, plan)
+            return Packing(units, plan)
 
         if config.row_tokens:
             return laid_out(config.row_tokens)

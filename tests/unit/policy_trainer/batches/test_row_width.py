@@ -15,7 +15,7 @@ from paceline.services.policy_trainer.batches.packing import plan_micro_batches
 from paceline.services.policy_trainer.batches.prefixes import Unit, neighbours, prefix_units
 from paceline.services.policy_trainer.batches.row_width import (
     ROW_TOKENS,
-    Layout,
+    Packing,
     cheapest,
     cost,
     widths,
@@ -38,9 +38,9 @@ def chosen(sequences: list[np.ndarray], pair: float, ranks: int = 1, budget: int
     """Tokens of the widest row."""
     alike = neighbours(sequences, [0] * len(sequences))
 
-    def laid_out(row_tokens: int) -> Layout:
+    def laid_out(row_tokens: int) -> Packing:
         units = prefix_units(alike, row_tokens)
-        return Layout(
+        return Packing(
             units,
             plan_micro_batches(
                 [one.tokens for one in units],
@@ -97,7 +97,7 @@ def test_the_cost_is_that_of_all_cells_and_their_pairs(
     wanted = sum(1 + pair for _ in rows for _ in range(width) for _ in range(width)) - sum(
         1.0 for _ in rows for _ in range(width) for _ in range(width - 1)
     )
-    assert cost(Layout(units, [[rows, []], []]), pair) == pytest.approx(wanted)
+    assert cost(Packing(units, [[rows, []], []]), pair) == pytest.approx(wanted)
 
 
 def test_a_pair_costs_what_its_multiplications_do() -> None:
