@@ -140,8 +140,8 @@ async def compared(case: Case, pairs: int, logs: Path, budget: int = 0) -> tuple
 async def _started(
     stack: AsyncExitStack, case: Case, side: str, logs: Path, budget: int
 ) -> RankGroup:
-    told = {"side": side, "model": str(case.model), "work": asdict(case.work), "tokens": budget}
-    spec = json.dumps(told | {"row_tokens": case.row_tokens})
+    told = {"side": side, "model": str(case.model), "work": asdict(case.work)}
+    spec = json.dumps({**told, "tokens": budget, "row_tokens": case.row_tokens})
     ranks, threads = (case.ranks, 1) if side == "ours" else (1, case.ranks)
     group = RankGroup(
         "benchmarks.policy.side", ranks, threads, logs / side, {SPEC_VARIABLE: spec}, heartbeat_s=0

@@ -95,16 +95,9 @@ def judge(
     Positions of one sequence depend on each other, so whole sequences are resampled (paired
     bootstrap; Efron & Tibshirani 1993, chapter 8).
     """
-    _, index = np.unique(documents, return_inverse=True)
-    sizes = np.bincount(index).astype(np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))
-    weights = sizes[draws].sum(axis=1)[:, None]
-    drawn, survival = [], []
-    for one in (candidate, serving):
-        sums = np.stack([np.bincount(index, weights=column) for column in one.accepted.T], axis=1)
-        drawn.append(sums[draws].sum(axis=1) / weights)  # [resamples, K]
-        survival.append(one.accepted.mean(axis=0))
-
+    several = len(np.unique(documents)) > 1
+    survival = [one.accepted.mean(axis=0) for one in (candidate, serving)]
+    drawn = [_resampled(one, documents, resamples, seed) for one in (candidate, serving)]
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
     speedups = [
         speedup(resampled, one.size_groups)
@@ -112,7 +105,6 @@ def judge(
     ]
     sizes_of = (candidate.size_groups, serving.size_groups)
     own, own_drawn = (list(map(own_speed, of, sizes_of)) for of in (survival, drawn))
-    several = len(sizes) > 1
     return Judgement(
         candidate=1.0 + float(survival[0].sum()),
         serving=1.0 + float(survival[1].sum()),
@@ -127,6 +119,16 @@ def judge(
         gain=float(own[0] / own[1]) - 1,
         gain_noise=_half_width(own_drawn[0] / own_drawn[1], several),
     )
+
+
+def _resampled(chain: Chain, documents: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
+    """Survivals [resamples, K] of as many sequences, drawn anew; the same ones for each chain."""
+    _, index = np.unique(documents, return_inverse=True)
+    sizes = np.bincount(index).astype(np.float64)
+    draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))
+    sums = np.stack([np.bincount(index, weights=column) for column in chain.accepted.T], axis=1)
+    found: Floats = sums[draws].sum(axis=1) / sizes[draws].sum(axis=1)[:, None]
+    return found
 
 
 def speedup(survival: Floats, size_groups: Sequence[SizeGroup]) -> Floats:

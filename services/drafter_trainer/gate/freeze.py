@@ -66,8 +66,7 @@ class Freeze:
             self._seen.clear()
             self._patience = LOOKS
             return False
-        noises = (judgement.gain_noise, judgement.serving, judgement.serving_noise)
-        self._seen.append(_Seen(judgement.gain, *noises))
+        self._seen.append(_Seen(*(getattr(judgement, name) for name in _Seen._fields)))
         if not self._after or len(self._seen) < self._after:
             return False
         gains, gain_noises, lengths, length_noises = zip(*self._seen, strict=True)

@@ -45,13 +45,13 @@ class Packer:
         """
         owned = torch.bincount(batch.owners, minlength=len(chosen)) > 0
         numbers = (chosen & owned).nonzero().flatten().tolist()
-        units, plan = self._layout(batch, numbers)
+        units, plan = self._packing(batch, numbers)
         for rows in plan[self._mesh.get_rank()]:
             packed = [[numbers[i] for u in row for i in units[u].members] for row in rows]
             micro = make_micro_batch(batch, packed, shares=self._shares)
             yield on_device(micro, self._mesh.device_type)
 
-    def _layout(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
+    def _packing(self, batch: TrainBatch, numbers: Sequence[int]) -> Packing:
         """The same on every rank."""
         config, inputs = self._config, batch.inputs(numbers)
         # Where nothing is shared each is a group of its own.

@@ -15,7 +15,6 @@ def test_both_sides_multiply_and_are_timed_in_pairs(
     monkeypatch.setattr(products, "FLOPS_A_TIMING", 1e6)
     row, goal = measured(64, 3, trains=trains)
     assert (row["rows"], row["step"]) == (64, "with gradients" if trains else "forward")
-    assert float(row["GFLOP/s"]) > 0  # type: ignore[arg-type]
-    assert float(row["torch's GFLOP/s"]) > 0  # type: ignore[arg-type]
+    assert min(float(str(row[side])) for side in ("GFLOP/s", "torch's GFLOP/s")) > 0
     assert goal.goal == NEVER_SLOWER
     assert str(row["ratio"]) in goal.name

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import redis.asyncio
 from counted import counted
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import FeaturesConfig
+from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_dtype
 from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.generation import Generation
+from paceline.streams import RedisStream, run_key
 from paceline.v1 import engine_pb2 as pb
 
 TOKENS = [10, 11, 12, 13, 14, 15]
@@ -33,8 +41,6 @@ def origin() -> Origin:
 
 
 def publisher(**settings: int) -> FeaturePublisher:
-    import redis.asyncio
-
     client = redis.asyncio.Redis(port=1)  # never reached: nothing is started
     return FeaturePublisher(client, FeaturesConfig(), lambda version: f"head-{version}", **settings)
 
@@ -49,6 +55,34 @@ async def test_a_full_queue_drops_the_oldest_batch_and_counts_its_rows(
         sender.publish(1, origin())
     assert sender.rows_dropped == 10
     assert counted(metric_reader, "paceline.gateway.feature_rows_dropped") == 10
+
+
+async def test_sessions_that_end_together_travel_together(
+    redis_client: redis.asyncio.Redis, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    arrived = asyncio.Event()
+    append = RedisStream.append_all
+
+    async def counted_append(stream: RedisStream, entries: Sequence[Any]) -> None:
+        await append(stream, entries)
+        sent.append(len(entries))
+        arrived.set()
+
+    monkeypatch.setattr(RedisStream, "append_all", counted_append)
+    sender = FeaturePublisher(redis_client, FeaturesConfig(), lambda version: f"head-{version}")
+    sender.start(RowLayout.last(2))
+    for session in ("s", "t", "u"):
+        sender.expect(1)
+        sender.take(rows(0, 1, 2, 3, 4))
+        sender.publish(1, replace(origin(), run_id=run_id, session_id=session))
+    async with asyncio.timeout(patient(10)):
+        await arrived.wait()
+    await sender.stop()
+    assert (sent, sender.batches, sender.rows_dropped) == ([3], 3, 0)
+    stream = RedisStream(redis_client, run_key(run_id, "features"))
+    assert [one.fields["session"] for one in await stream.history()] == ["s", "t", "u"]
+    await stream.close()
 
 
 async def test_rows_beyond_the_budget_are_dropped_and_counted() -> None:
