@@ -21,21 +21,35 @@ from benchmarks.options import above_zero
 from benchmarks.result import BenchResult, Goal, Row, at_least, say
 from paceline.errors import InvalidInput
 
-BASE = "lr 2.5e-3, clip 0.5, warm-up 20"
+BASE = "Muon, lr 7e-3, 3 iterations, averaged by 0.98"
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     BASE: {},
-    "lr 6e-4": {"--lr": "6e-4"},
-    "lr 1.2e-3": {"--lr": "1.2e-3"},
+    "lr 2.5e-3": {"--lr": "2.5e-3"},
     "lr 5e-3": {"--lr": "5e-3"},
     "lr 1e-2": {"--lr": "1e-2"},
+    "lr 1.4e-2": {"--lr": "1.4e-2"},
+    "2 iterations": {"--iterations": "2"},
+    "5 iterations": {"--iterations": "5"},
+    "not averaged": {"--average": "0"},
+    "averaged by 0.95": {"--average": "0.95"},
+    "averaged by 0.99": {"--average": "0.99"},
+    "AdamW, lr 2.5e-3": {"--optimizer": "adamw", "--lr": "2.5e-3"},
+    "AdamW, lr 2.5e-3, not averaged": {"--optimizer": "adamw", "--lr": "2.5e-3", "--average": "0"},
     "clip 2": {"--clip-norm": "2"},
     "warm-up 0": {"--warmup-steps": "0"},
+    "512 tokens a step": {"--batch-tokens": "512", "--row-tokens": "512"},
     "features 5 times": {"--option": "feature_weight=5.0"},
     "tokens 10 times": {"--option": "token_weight=1.0"},
 }
 """Options of train-drafter in the place of those of BASE."""
-COMMON = ("--batch-tokens", "256", "--row-tokens", "256", "--heldout-share", "0.1")
-BASE_OPTIONS = {"--lr": "2.5e-3", "--clip-norm": "0.5", "--warmup-steps": "20"}
+COMMON = ("--heldout-share", "0.1")
+BASE_OPTIONS = {
+    "--lr": "7e-3",
+    "--clip-norm": "0.5",
+    "--warmup-steps": "20",
+    "--batch-tokens": "256",
+    "--row-tokens": "256",
+}
 AT_ONCE = 2
 NEAR_BEST = 0.98
 

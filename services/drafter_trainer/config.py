@@ -10,8 +10,14 @@ from paceline.config import Config, OptimizerConfig, ServiceConfig
 
 
 class DrafterOptimizerConfig(OptimizerConfig):
-    """AdamW of the drafter."""
+    """Muon, or AdamW, of the drafter."""
 
+    kind: Literal["muon", "adamw"] = "muon"
+    """What moves the matrices between states; embeddings, heads and norms are AdamW's always."""
+    iterations: int = Field(default=3, ge=1, le=10)
+    """Newton-Schulz iterations of Muon: with more its steps are truer and longer."""
+    average: float = Field(default=0.98, ge=0, lt=1)
+    """Decay per step of the averaged weights that are judged, served and kept; 0: the last ones."""
     lr: float = Field(default=3e-4, gt=0)
     """Learning rate after the warm-up."""
     clip_norm: float = Field(default=0.5, gt=0)

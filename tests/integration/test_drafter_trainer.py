@@ -172,7 +172,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
 ) -> None:
     await world.append(rows)
     few = {"gate.samples": 8, "gate.min_positions": 8 * (48 - 6)}  # and all that they hold
-    await world.start(**ENDLESS, **{"gate.interval_steps": 150}, **few)
+    await world.start(**ENDLESS, **{"gate.interval_steps": 50}, **few)
     world.receiver.open.clear()
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")

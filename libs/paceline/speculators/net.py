@@ -23,6 +23,9 @@ from paceline.speculators.base import CaptureSpec
 from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.packed import PackedRow
 
+HEADS = frozenset({"head", "lm_head"})
+"""Modules whose weights map states to tokens."""
+
 
 class Objective(NamedTuple):
     """A loss as sums over positions, so that micro-batches of unequal size weigh every position
@@ -99,6 +102,18 @@ class DraftNet(nn.Module, ABC):
     def shards(self) -> tuple[nn.Module, ...]:
         """Parts that FSDP2 gathers one at a time, apart from the rest."""
         return ()
+
+    def matrices(self) -> list[str]:
+        """Names of the weights between states: no embeddings and no heads, whose rows are
+        tokens.
+        """
+        return [
+            f"{name}.weight"
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear)
+            and module.weight.requires_grad
+            and not HEADS & set(name.split("."))
+        ]
 
     # ---- learning
 

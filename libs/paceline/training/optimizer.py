@@ -1,19 +1,22 @@
-"""Steps named parameters with AdamW: warms up, clips, and names its state."""
+"""Steps named parameters with AdamW, their matrices with Muon where that is asked: warms up, clips,
+and names its state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from paceline.config import OptimizerConfig
 from paceline.training.checkpoints import copy_local, copy_on_cpu
+from paceline.training.muon import Muon
 from paceline.training.quantised_adamw import quantised_adamw
 from paceline.training.shards import local_of
 
@@ -21,10 +24,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPS = 1e-8  # added to the root of the second moment: torch's, which nobody has had to change
 
 
-class NamedAdamW:
-    """AdamW over parameters by name, whole or sharded.
+class NamedOptimizer:
+    """AdamW, or Muon and AdamW, over parameters by name, whole or sharded.
 
-    Its moments begin as zeros, so that its state has its shape before the first step.
+    Moments begin as zeros, so that the state has its shape before the first step.
     """
 
     def __init__(
@@ -33,31 +36,45 @@ class NamedAdamW:
         config: OptimizerConfig,
         *,
         moments: Literal["float32", "int8"] = "float32",
+        matrices: Collection[str] = (),
+        iterations: int = 0,
     ) -> None:
-        """Raises ConfigError where moments in int8 lack torchao."""
+        """matrices: the parameters that Muon moves, with so many iterations. Raises ConfigError
+        where moments in int8 lack torchao.
+        """
         self.parameters = dict(parameters)
         self._config = config
-        live = list(self.parameters.values())
-        settings: dict[str, Any] = {
-            "lr": config.lr,
-            "betas": config.betas,
-            "eps": _EPS,
-            "weight_decay": config.weight_decay,
-        }
-        if moments == "int8":
-            self.adamw = quantised_adamw(live, settings, MOMENTS)
-            return
-        self.adamw = AdamW(live, **settings, foreach=not config.fused, fused=config.fused)
-        for parameter in live:
-            fresh = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            # The fused kernel counts where it runs, the others on the CPU.
-            place = parameter.device if config.fused else "cpu"
-            self.adamw.state[parameter] = {"step": torch.zeros((), device=place), **fresh}
+        rest = [one for name, one in self.parameters.items() if name not in matrices]
+        self._parts: list[Optimizer] = [_adamw(rest, config, moments)] if rest else []
+        if matrices:
+            muon = Muon(
+                [self.parameters[name] for name in matrices],
+                lr=config.lr,
+                momentum=config.betas[0],
+                weight_decay=config.weight_decay,
+                iterations=iterations,
+            )
+            self._parts.append(muon)
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Step and moments of one parameter, live."""
-        found: dict[str, Tensor] = self.adamw.state[self.parameters[name]]
+        """Moments of one parameter, and of AdamW its step, live."""
+        parameter = self.parameters[name]
+        (found,) = (part.state[parameter] for part in self._parts if parameter in part.state)
         return found
+
+    @property
+    def rates(self) -> list[float]:
+        """Learning rates of the last step."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def forget(self) -> None:
+        """Drops the gradients."""
+        for part in self._parts:
+            part.zero_grad()
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            yield from part.param_groups
 
     def step(self, number: int) -> float:
         """Takes step `number`, counted from 1, and forgets the gradients.
@@ -69,11 +86,12 @@ class NamedAdamW:
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         if math.isfinite(norm):
             warm = min(1.0, number / max(self._config.warmup_steps, 1))
-            for group in self.adamw.param_groups:
+            for group in self._groups():
                 rate = self._config.lr * warm
                 group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
-            self.adamw.step()
-        self.adamw.zero_grad()
+            for part in self._parts:
+                part.step()
+        self.forget()
         return norm
 
     def state(
@@ -110,3 +128,23 @@ class NamedAdamW:
             copy_local(state["model"][name], parameter)
             for key, value in self.moments(name).items():
                 copy_local(state["optimizer"][name][key], value)
+
+
+def _adamw(
+    parameters: list[Tensor], config: OptimizerConfig, moments: Literal["float32", "int8"]
+) -> Optimizer:
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": _EPS,
+        "weight_decay": config.weight_decay,
+    }
+    if moments == "int8":
+        return quantised_adamw(parameters, settings, MOMENTS)
+    made = AdamW(parameters, **settings, foreach=not config.fused, fused=config.fused)
+    for parameter in parameters:
+        fresh = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        # The fused kernel counts where it runs, the others on the CPU.
+        place = parameter.device if config.fused else "cpu"
+        made.state[parameter] = {"step": torch.zeros((), device=place), **fresh}
+    return made

@@ -40,6 +40,14 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of `whole` that this rank holds of `like`, of the same shape; all where that is
+    whole.
+    """
+    here = _sharded_rows(like)
+    return whole if here is None else whole[here]
+
+
 def write_shard(path: Path, tensors: Mapping[str, Tensor], *, rank: int) -> str:
     """Writes what this rank holds of the tensors; returns the file's sha256, hex."""
     held, rows = [], {}

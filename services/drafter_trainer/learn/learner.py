@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from paceline.config import OptimizerConfig
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.membership import Members, on_cpu
 from paceline.services.drafter_trainer.learn.sharded import ShardedDrafter, move
@@ -45,7 +44,7 @@ class DrafterLearner:
     def __init__(
         self,
         net: DraftNet,
-        config: OptimizerConfig,
+        config: DrafterOptimizerConfig,
         *,
         micro_batches: int,
         members: Members | None = None,
@@ -99,7 +98,7 @@ class DrafterLearner:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
         self._pending_rows, self._pending_positions = 0, 0
-        if not math.isfinite(self.sharded.optimizer.step(self.total_steps + 1)):
+        if not self.sharded.step(self.total_steps + 1):
             return False
         self.total_steps += 1
         self.total_tokens += int(positions)
@@ -129,7 +128,8 @@ class DrafterLearner:
             else None
         )
         sizes = (self.members.size, members.size)
-        move(self._whole, self._sharded, new, sizes, gradients=self._pending_rows > 0)
+        gradients = self._pending_rows > 0
+        move(self._whole, self._config, self._sharded, new, sizes, gradients=gradients)
         self._sharded, self.members, self._bound = new, members, None
 
     def offload(self) -> None:
@@ -140,13 +140,14 @@ class DrafterLearner:
             self._sharded.offload()
 
     def snapshot(self) -> DraftNet:
-        """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of the
-        members.
+        """A whole, unsharded copy of the drafter as it is now, with its averaged weights, on rank
+        0; a collective of the members.
         """
         tensors: dict[str, Any] = get_model_state_dict(self.sharded.net, options=_FULL)
+        averaged = self.sharded.averaged()
         copy = self._whole.twin()
         if tensors:  # only rank 0 receives the full state
-            copy.load_tensors(tensors)
+            copy.load_tensors({**tensors, **averaged})
         return copy.eval()
 
     def state(self) -> dict[str, Any]:

@@ -1,40 +1,77 @@
-"""Shards a drafter and its optimiser over the members (FSDP2), and moves them to other members."""
+"""Shards a drafter, its averaged weights and its optimiser over the members (FSDP2), and moves them
+to other members.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
-from paceline.config import OptimizerConfig
 from paceline.errors import DataLoss
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.net import DraftNet
 from paceline.training.checkpoints import copy_local, sharded_like
+from paceline.training.muon import MOMENTUM
 from paceline.training.offload import Aside, bring_back, lay_aside
-from paceline.training.optimizer import MOMENTS, NamedAdamW
+from paceline.training.optimizer import MOMENTS, NamedOptimizer
 from paceline.training.shards import local_of, rows_of
 
 
 class ShardedDrafter:
-    """Network and AdamW over the members' ranks; only they have one. Starts on the device, with
+    """Network and optimiser over the members' ranks; only they have one. Starts on the device, with
     zero moments.
 
     Gradients are sums over the members' losses, not means. One member alone has it whole: FSDP2
     around a network this small costs a third of a step.
     """
 
-    def __init__(self, net: DraftNet, config: OptimizerConfig, members: Members) -> None:
+    def __init__(self, net: DraftNet, config: DrafterOptimizerConfig, members: Members) -> None:
         self.members, self.net = members, net.to(members.device)
+        matrices = _muons(net, config)
         if members.size > 1:
             _shard(net, members)
         self.parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        self.optimizer = NamedAdamW(self.parameters, config)
+        self.optimizer = NamedOptimizer(
+            self.parameters, config, matrices=matrices, iterations=config.iterations
+        )
+        self._decay = config.average
+        self._averages = (
+            {name: one.detach().clone() for name, one in self.parameters.items()}
+            if config.average
+            else {}
+        )
         self._aside: dict[str, Aside] | None = None
+
+    def step(self, number: int) -> bool:
+        """Takes optimiser step `number`, counted from 1; False where the gradient is not finite.
+
+        The averages follow with a decay of min(average, n / (n + 9)): at first they forget what
+        the drafter began with.
+        """
+        if not math.isfinite(self.optimizer.step(number)):
+            return False
+        if self._averages:
+            share = 1 - min(self._decay, number / (number + 9))
+            live = [local_of(one.detach()) for one in self.parameters.values()]
+            torch._foreach_lerp_([local_of(one) for one in self._averages.values()], live, share)
+        return True
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Whole averages on the CPU by name; empty where none are kept. A collective of the
+        members.
+        """
+        return {
+            name: (one.full_tensor() if isinstance(one, DTensor) else one).cpu()
+            for name, one in self._averages.items()
+        }
 
     def local(self, *, gradients: bool = True) -> dict[str, Tensor]:
         """This rank's shards, live, by "model/<name>", "exp_avg/<name>", "gradient/<name>" and so
@@ -43,6 +80,8 @@ class ShardedDrafter:
         found = {f"model/{name}": value for name, value in self.net.state_dict().items()}
         for name, parameter in self.parameters.items():
             found |= {f"{key}/{name}": value for key, value in self.optimizer.moments(name).items()}
+            if name in self._averages:
+                found[f"average/{name}"] = self._averages[name]
             if gradients and parameter.grad is not None:
                 found[f"gradient/{name}"] = parameter.grad
         return {key: local_of(value) for key, value in found.items()}
@@ -71,17 +110,20 @@ class ShardedDrafter:
             self._aside = None
 
     def state(self) -> dict[str, Any]:
-        """Copies on the CPU, sharded as they are here: "model" by name, "optimizer" with "state" by
-        name.
+        """Copies on the CPU, sharded as they are here: "model" and "average" by name, "optimizer"
+        with "state" by name.
         """
         on_device = self._aside is None and self.members.device.type != "cpu"
         copies = {
             key: value if on_device else value.clone() for key, value in self.local_on_cpu().items()
         }
         mesh = self.members.cpu_mesh
-        model = {
-            name: sharded_like(value, copies[f"model/{name}"], mesh)
-            for name, value in self.net.state_dict().items()
+        parts = {
+            part: {name: sharded_like(like, copies[f"{part}/{name}"], mesh) for name, like in items}
+            for part, items in (
+                ("model", self.net.state_dict().items()),
+                ("average", self._averages.items()),
+            )
         }
         optimizer = {
             name: {
@@ -90,7 +132,7 @@ class ShardedDrafter:
             }
             for name in self.parameters
         }
-        return {"model": model, "optimizer": {"state": optimizer}}
+        return {**parts, "optimizer": {"state": optimizer}}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +140,11 @@ class ShardedDrafter:
 
         Raises DataLoss when it is of another drafter.
         """
-        flat = {f"model/{name}": value for name, value in state["model"].items()}
+        flat = {
+            f"{part}/{name}": value
+            for part in ("model", "average")
+            for name, value in state[part].items()
+        }
         for name, entry in state["optimizer"]["state"].items():
             flat |= {f"{key}/{name}": value for key, value in entry.items()}
         here = self.local(gradients=False)
@@ -119,8 +165,14 @@ def _shard(net: DraftNet, members: Members) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
+def _muons(net: DraftNet, config: DrafterOptimizerConfig) -> list[str]:
+    """Names of what Muon moves."""
+    return net.matrices() if config.kind == "muon" else []
+
+
 def move(
-    whole: nn.Module,
+    whole: DraftNet,
+    config: DrafterOptimizerConfig,
     old: ShardedDrafter | None,
     new: ShardedDrafter | None,
     sizes: tuple[int, int],
@@ -140,19 +192,22 @@ def move(
     if new and gradients:
         new.zero_gradients()
     target = new.local() if new else {}
-    for key, shape in _layout(whole, gradients):
+    for key, shape in _layout(whole, config, gradients):
         _move_one(source.get(key), target.get(key), shape, sizes)
 
 
-def _layout(whole: nn.Module, gradients: bool) -> Iterable[tuple[str, tuple[int, ...] | None]]:
+def _layout(
+    whole: DraftNet, config: DrafterOptimizerConfig, gradients: bool
+) -> Iterable[tuple[str, tuple[int, ...] | None]]:
     """Keys in an order that all ranks share, and the whole shape of what is sharded."""
-    parameters = dict(whole.named_parameters())
-    kinds = (*MOMENTS, *(("gradient",) if gradients else ()))
+    parameters, muons = dict(whole.named_parameters()), frozenset(_muons(whole, config))
+    kept = [*(["average"] if config.average else []), *(["gradient"] if gradients else [])]
     for name, value in whole.state_dict().items():
         yield f"model/{name}", tuple(value.shape) if name in parameters else None
         if name in parameters and parameters[name].requires_grad:
-            yield f"step/{name}", None
-            for kind in kinds:
+            if name not in muons:
+                yield f"step/{name}", None
+            for kind in (*((MOMENTUM,) if name in muons else MOMENTS), *kept):
                 yield f"{kind}/{name}", tuple(value.shape)
 
 

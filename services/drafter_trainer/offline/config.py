@@ -42,6 +42,12 @@ class OfflineConfig(Config):
     """Tokens of one forward; longer sequences are cut."""
     window: int = Field(default=512, ge=8)
     """Positions of a sequence the drafter learns from, drawn anywhere."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Of the speculator's matrices: muon | adamw."""
+    iterations: int = Field(default=3, ge=1, le=10)
+    """Newton-Schulz iterations of Muon."""
+    average: float = Field(default=0.98, ge=0, lt=1)
+    """Decay per step of the averaged weights, which are judged and kept; 0: the last ones."""
     lr: float = Field(default=3e-4, gt=0)
     """Learning rate of the speculator."""
     warmup_steps: int = Field(default=20, ge=0)
@@ -100,5 +106,7 @@ class OfflineConfig(Config):
             "window",
             "freeze_base_model",
             "heldout_share",
+            "optimizer",
+            "average",
         )
         return {**{key: getattr(self, key) for key in kept}, "seed": self.seed, "data": samples}

@@ -26,7 +26,7 @@ from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.packed import PackedRow
 from paceline.training.hugging_face import write_causal_lm
-from paceline.training.optimizer import NamedAdamW
+from paceline.training.optimizer import NamedOptimizer
 
 
 class TargetForward(nn.Module):
@@ -100,9 +100,9 @@ class TargetModel:
         for part in (*lm.model.layers, self._module):
             fully_shard(part, mesh=mesh)
         self._mesh = mesh
-        self._optimizer: NamedAdamW | None = None
+        self._optimizer: NamedOptimizer | None = None
         if lr is not None:
-            self._optimizer = NamedAdamW(
+            self._optimizer = NamedOptimizer(
                 dict(self._module.named_parameters()), OptimizerConfig(lr=lr)
             )
 

@@ -95,7 +95,12 @@ class OfflineTrainer:
         # The base model is sharded already: what is shared of it stays outside the drafter's
         # shards.
         optimizer = DrafterOptimizerConfig(
-            lr=config.lr, clip_norm=config.clip_norm, warmup_steps=config.warmup_steps
+            kind=config.optimizer,
+            iterations=config.iterations,
+            average=config.average,
+            lr=config.lr,
+            clip_norm=config.clip_norm,
+            warmup_steps=config.warmup_steps,
         )
         self._rows_per_step = config.rows_per_rank * self._world
         self._learner = DrafterLearner(

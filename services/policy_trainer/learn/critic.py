@@ -22,7 +22,7 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer
 from paceline.services.policy_trainer.learn.model import ValueModel, pair_cost
-from paceline.training.optimizer import NamedAdamW
+from paceline.training.optimizer import NamedOptimizer
 
 
 class Critic:
@@ -38,7 +38,7 @@ class Critic:
         self._reshards = config.reshard_after_forward
         self._updates = 0
         optimizer = config.optimizer.model_copy(update={"lr": settings.critic_lr})
-        self.optimizer = NamedAdamW(
+        self.optimizer = NamedOptimizer(
             dict(model.named_parameters()), optimizer, moments=optimizer.moments
         )
 

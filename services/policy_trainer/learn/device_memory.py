@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.training.offload import Offload
-from paceline.training.optimizer import NamedAdamW
+from paceline.training.optimizer import NamedOptimizer
 
 
 class DeviceMemory:
@@ -16,7 +16,7 @@ class DeviceMemory:
     within a step.
     """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedAdamW]) -> None:
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[NamedOptimizer]) -> None:
         self._models = models
         self._offload = Offload([*_parameters(models), *_moments(optimizers)])
 
@@ -47,7 +47,7 @@ def _parameters(models: Sequence[nn.Module]) -> Iterator[Tensor]:
         yield from model.parameters()
 
 
-def _moments(optimizers: Sequence[NamedAdamW]) -> Iterator[Tensor]:
+def _moments(optimizers: Sequence[NamedOptimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for name in optimizer.parameters:
             yield from optimizer.moments(name).values()

@@ -36,7 +36,7 @@ from paceline.services.policy_trainer.learn.objective import PolicyObjective
 from paceline.services.policy_trainer.learn.parts import StepParts
 from paceline.services.policy_trainer.learn.weights import PolicyWeights
 from paceline.services.policy_trainer.messages import StepFacts
-from paceline.training.optimizer import NamedAdamW
+from paceline.training.optimizer import NamedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Learner:
         versions = min(audited, config.max_staleness or 0)
         self.kept = KeptWeights(model, self.weights.trained, versions)
         settings = config.optimizer
-        self.optimizer = NamedAdamW(self.weights.trained, settings, moments=settings.moments)
+        self.optimizer = NamedOptimizer(self.weights.trained, settings, moments=settings.moments)
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
         models = [model, reference, critic.model if critic else None]
         self.memory = DeviceMemory([one for one in models if one is not None], optimizers)
@@ -207,7 +207,7 @@ class Learner:
         Ranks average their gradients, so each rank's part is scaled by the number of ranks: the
         result is the gradient of the whole, whatever the number of ranks and the split.
         """
-        self.optimizer.adamw.zero_grad()
+        self.optimizer.forget()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
         micro_batches = list(self.packer.micro_batches(batch, part.members))
         for number, micro in enumerate(micro_batches, 1):

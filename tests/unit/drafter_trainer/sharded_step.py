@@ -75,19 +75,23 @@ def learn(
 
 
 def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tensor]:
-    """Weights, first moments, steps and summed loss; empty where this rank has none."""
+    """Weights, averaged and last, first moments, steps and summed loss; empty where this rank has
+    none.
+    """
     whole = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(whole)
     if not learner.members.takes_part:
         return {}
+    state = learner.state()
     moments = {
         f"exp_avg.{name}": whole_of(moments["exp_avg"])
-        for name, moments in learner.state()["optimizer"]["state"].items()
+        for name, moments in state["optimizer"]["state"].items()
     }
+    live = {f"live.{name}": whole_of(value) for name, value in state["model"].items()}
     counters = torch.tensor(
         [learner.total_steps, float(whole), learner.total_tokens], dtype=torch.float64
     )
-    found = {**learner.snapshot().state_dict(), **moments, "figures": counters}
+    found = {**learner.snapshot().state_dict(), **live, **moments, "figures": counters}
     return {f"{prefix}.{name}": value for name, value in found.items()}
 
 

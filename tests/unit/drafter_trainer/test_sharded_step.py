@@ -89,8 +89,9 @@ def test_three_ranks_step_as_one_and_as_plain_torch(
     for name in start:
         weights, moments = f"first.{name}", f"first.exp_avg.{name}"
         assert relative(three[weights], one[weights]) < 1e-5, name
+        assert relative(three[f"first.live.{name}"], one[f"first.live.{name}"]) < 1e-5, name
         assert relative(three[moments], one[moments]) < 1e-5, name
-        # AdamW's first moment after one step is (1 - beta1) times the gradient: beta1 is 0.9.
+        # The first moment after one step is (1 - beta1) times the gradient: beta1 is 0.9.
         assert relative(one[moments], 0.1 * gradients[name]) < 1e-5, name
         assert relative(one[weights], start[name]) > 1e-4, name
 
@@ -113,7 +114,7 @@ def same_learning(one: dict[str, torch.Tensor], many: dict[str, torch.Tensor]) -
     assert one["last.figures"][2] == many["last.figures"][2] > one["first.figures"][2]
     assert relative(many["last.figures"], one["last.figures"]) < 1e-5
     for name in EagleNet(TARGET, seed=1).state_dict():
-        for kind in ("last.", "last.exp_avg."):
+        for kind in ("last.", "last.live.", "last.exp_avg."):
             assert relative(many[kind + name], one[kind + name]) < 1e-5, kind + name
         assert relative(one[f"last.{name}"], one[f"first.{name}"]) > 1e-4, name
 

@@ -42,6 +42,7 @@ from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.loading import read_drafter
 from paceline.streams import FeatureBatch
+from paceline.training.shards import tensors_of
 
 EVERY = 4
 CONFIG = {
@@ -452,14 +453,12 @@ def test_a_state_stays_as_it_was_and_resumes_exactly(tmp_path: Path) -> None:
     first.feed(trained_rows())
     first.run(1, max_steps=3)
     state, then = first.trainer.state(), first.weights()
-    taken = state["learner"]["optimizer"]["state"]["fc.weight"]
-    moments = {name: whole_of(taken[name]).clone() for name in ("exp_avg", "exp_avg_sq")}
+    taken = {name: whole_of(value).clone() for name, value in tensors_of(state["learner"])}
+    assert {"model/fc.weight", "average/fc.weight", "optimizer/state/fc.weight/exp_avg"} <= {*taken}
     first.run(2, max_steps=2)
-    assert all(
-        torch.equal(whole_of(state["learner"]["model"][name]), value)
-        for name, value in then.items()
-    )
-    assert all(torch.equal(whole_of(taken[name]), value) for name, value in moments.items())
+    for name, value in tensors_of(state["learner"]):
+        assert torch.equal(whole_of(value), taken[name]), name
+    assert all(torch.equal(taken[f"average/{name}"], value) for name, value in then.items())
     resumed = Trainer(tmp_path / "b")
     resumed.trainer.load_state(state)
     assert resumed.trainer.standing().total_steps == 3

@@ -18,7 +18,7 @@ from paceline.speculators.eagle3.net import Eagle3Net
 from paceline.speculators.packed import PackedRow
 
 ROWS = 4
-CONFIG = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
+CONFIG = DrafterOptimizerConfig(kind="adamw", average=0, lr=1e-2, warmup_steps=0, clip_norm=1e9)
 
 
 def drafter() -> Eagle3Net:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.config import OptimizerConfig
 from paceline.errors import ConfigError
-from paceline.training.optimizer import MOMENTS, NamedAdamW
+from paceline.training.optimizer import MOMENTS, NamedOptimizer
 
 BLOCK = 256
 CONFIG = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip_norm=1e9)
@@ -68,7 +68,7 @@ def steps_by_hand(weights: list[float], like: Tensor, steps: int) -> list[float]
     return weights
 
 
-def trained(weights: Tensor, optimizer: NamedAdamW, first: int, last: int) -> None:
+def trained(weights: Tensor, optimizer: NamedOptimizer, first: int, last: int) -> None:
     for step in range(first, last + 1):
         weights.grad = gradients(step, weights)
         optimizer.step(step)
@@ -77,11 +77,11 @@ def trained(weights: Tensor, optimizer: NamedAdamW, first: int, last: int) -> No
 def test_steps_are_those_of_moments_rounded_to_the_dynamic_data_type() -> None:
     start = torch.randn(16, 256, generator=torch.Generator().manual_seed(7))
     weights = torch.nn.Parameter(start.clone())
-    optimizer = NamedAdamW({"w": weights}, CONFIG, moments="int8")
+    optimizer = NamedOptimizer({"w": weights}, CONFIG, moments="int8")
     trained(weights, optimizer, 1, 4)
     wanted = torch.tensor(steps_by_hand(start.flatten().tolist(), start, 4)).view_as(start)
     exact = torch.nn.Parameter(start.clone())
-    trained(exact, NamedAdamW({"w": exact}, CONFIG), 1, 4)
+    trained(exact, NamedOptimizer({"w": exact}, CONFIG), 1, 4)
     # A number that lies in the middle between two levels may be rounded to either.
     close = (weights.detach() - wanted).abs() < 1e-6
     assert close.float().mean() > 0.999
@@ -91,9 +91,9 @@ def test_steps_are_those_of_moments_rounded_to_the_dynamic_data_type() -> None:
 def test_moments_take_a_quarter_and_go_on_bit_for_bit_from_their_state_in_float32() -> None:
     start = torch.randn(64, 256, generator=torch.Generator().manual_seed(7))
     whole, before = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    one = NamedAdamW({"w": whole}, CONFIG, moments="int8")
+    one = NamedOptimizer({"w": whole}, CONFIG, moments="int8")
     trained(whole, one, 1, 6)
-    stopped = NamedAdamW({"w": before}, CONFIG, moments="int8")
+    stopped = NamedOptimizer({"w": before}, CONFIG, moments="int8")
     trained(before, stopped, 1, 3)
     state = stopped.state(None)
     assert {tuple(state["optimizer"]["w"][name].shape) for name in MOMENTS} == {(64, 256)}
@@ -101,7 +101,7 @@ def test_moments_take_a_quarter_and_go_on_bit_for_bit_from_their_state_in_float3
     assert stopped.moments("w")["exp_avg"].codes.nbytes == start.nbytes / 4
 
     after = torch.nn.Parameter(torch.zeros_like(start))
-    resumed = NamedAdamW({"w": after}, CONFIG, moments="int8")
+    resumed = NamedOptimizer({"w": after}, CONFIG, moments="int8")
     resumed.load_state(state)
     again = resumed.state(None)["optimizer"]["w"]
     assert all(torch.equal(again[name], state["optimizer"]["w"][name]) for name in MOMENTS)
@@ -112,10 +112,10 @@ def test_moments_take_a_quarter_and_go_on_bit_for_bit_from_their_state_in_float3
 def test_a_state_of_float32_moments_is_taken_up_in_eight_bits() -> None:
     start = torch.randn(32, 256, generator=torch.Generator().manual_seed(7))
     before = torch.nn.Parameter(start.clone())
-    plain = NamedAdamW({"w": before}, CONFIG)
+    plain = NamedOptimizer({"w": before}, CONFIG)
     trained(before, plain, 1, 3)
     after = torch.nn.Parameter(torch.zeros_like(start))
-    resumed = NamedAdamW({"w": after}, CONFIG, moments="int8")
+    resumed = NamedOptimizer({"w": after}, CONFIG, moments="int8")
     resumed.load_state(plain.state(None))
     assert torch.equal(after, before)
     wanted, found = plain.moments("w")["exp_avg"], resumed.moments("w")["exp_avg"].dequantize()
@@ -126,7 +126,10 @@ def test_a_state_of_float32_moments_is_taken_up_in_eight_bits() -> None:
 def test_small_tensors_keep_float32_moments() -> None:
     small = torch.nn.Parameter(torch.ones(61))
     exact = torch.nn.Parameter(torch.ones(61))
-    one, other = NamedAdamW({"w": small}, CONFIG, moments="int8"), NamedAdamW({"w": exact}, CONFIG)
+    one, other = (
+        NamedOptimizer({"w": small}, CONFIG, moments="int8"),
+        NamedOptimizer({"w": exact}, CONFIG),
+    )
     trained(small, one, 1, 3)
     trained(exact, other, 1, 3)
     assert type(one.moments("w")["exp_avg"]) is Tensor
@@ -136,4 +139,4 @@ def test_small_tensors_keep_float32_moments() -> None:
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.training.quantised_adamw.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"paceline\[int8\]"):
-        NamedAdamW({"w": torch.nn.Parameter(torch.ones(3))}, CONFIG, moments="int8")
+        NamedOptimizer({"w": torch.nn.Parameter(torch.ones(3))}, CONFIG, moments="int8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]
 HEAD = toy_policy().policy_head()
 
 
-def learner(target: ModelConfig = TARGET, *, micro_batches: int = 2) -> DrafterLearner:
-    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=2)
+def learner(
+    target: ModelConfig = TARGET, *, micro_batches: int = 2, **settings: Any
+) -> DrafterLearner:
+    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=2, **settings)
     return DrafterLearner(EagleNet(target, seed=1), config, micro_batches=micro_batches)
 
 
@@ -109,6 +112,38 @@ def test_a_state_that_went_over_the_disk_goes_on_exactly(tmp_path: Path) -> None
     learn(second, 4, 8)
     assert same(weights(second), weights(whole))
     assert (second.total_steps, second.total_tokens) == (whole.total_steps, whole.total_tokens)
+
+
+def test_what_is_judged_and_kept_are_averages_of_the_weights_after_each_step() -> None:
+    one, last = learner(average=0.3), learner(average=0)
+    expected = weights(last)
+    assert same(weights(one), expected)
+    for step in range(1, 5):
+        learn(one, 2 * step - 2, 2 * step)
+        learn(last, 2 * step - 2, 2 * step)
+        decay = min(0.3, step / (step + 9))
+        live = weights(last)
+        assert same(
+            live, {name: value.clone() for name, value in one.sharded.net.state_dict().items()}
+        )
+        for name, value in live.items():
+            expected[name] = decay * expected[name].double() + (1 - decay) * value.double()
+            assert torch.allclose(weights(one)[name].double(), expected[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_matrices_between_states_have_one_moment_with_muon_and_two_with_adamw(kind: str) -> None:
+    one = learner(kind=kind)
+    learn(one, 0, 2)
+    moments = {name: {*kept} for name, kept in one.state()["optimizer"]["state"].items()}
+    adamw = {"step", "exp_avg", "exp_avg_sq"}
+    assert moments["fc.weight"] == ({"exp_avg"} if kind == "muon" else adamw)
+    assert moments["layers.0.post_attention_layernorm.weight"] == adamw
+
+
+def test_the_state_of_one_optimiser_is_data_loss_to_the_other() -> None:
+    with pytest.raises(DataLoss, match="another drafter"):
+        learner(kind="adamw").load_state(learner(kind="muon").state())
 
 
 def test_the_state_of_another_drafter_is_data_loss() -> None:
