@@ -36,9 +36,9 @@ from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.weights import PushReport, WeightSender, build_manifest, commit_versions
-from paceline.weights.chunks import checksums_of
 from paceline.weights.delta import EncodedDelta, apply_delta, encode_delta
-from paceline.weights.manifest import views
+from paceline.weights.manifest import check_share, views
+from paceline.weights.shares import checksums_of, held_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,10 +119,11 @@ class Pushes:
     ) -> None:
         self._version += 1
         manifest = build_manifest(WEIGHT_TARGET_POLICY, self._version, tensors)
+        whole = check_share(manifest, held_whole(tensors))
         reports: list[PushReport] = []
 
         async def push() -> tuple[float, float, float]:
-            report = await sender.push(self._to, manifest, tensors, CONTEXT)
+            report = await sender.push(self._to, whole, CONTEXT)
             reports.append(report)
             return report.transfer_s, report.spool_s, report.fan_out_s
 

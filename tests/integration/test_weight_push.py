@@ -246,8 +246,9 @@ async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_chang
 async def test_half_pushed_version_is_never_served(start: Start) -> None:
     receiver = await start()
     given = tensors(1)
-    with pytest.raises(WeightsError, match="misses"):
+    assert (
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
+    ).missing_chunks > 0
     with pytest.raises(WeightsError, match="not prepared") as refusal:
         await receiver.commit(1, 1, 0)
     assert (refusal.value.seen, refusal.value.allowed) == ("1", "[0]")
@@ -318,8 +319,9 @@ async def test_other_content_of_a_version_that_does_not_serve_takes_its_place(
 async def test_other_content_of_a_half_pushed_version_takes_its_place(start: Start) -> None:
     receiver = await start()
     given, others = tensors(1), tensors(2)
-    with pytest.raises(WeightsError, match="misses"):
+    assert (
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
+    ).missing_chunks > 0
     manifest = manifest_of(others, P, 1)
     report = await push_weights(receiver.channel, manifest, others, CONTEXT)
     assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
@@ -574,8 +576,7 @@ async def test_a_half_pushed_version_below_the_serving_one_takes_no_place(start:
     receiver = await start()
     given = tensors(1)
     half = manifest_of(given, P, 1)
-    with pytest.raises(WeightsError, match="misses"):
-        await send(receiver.channel, given, half, [0, 1])
+    assert (await send(receiver.channel, given, half, [0, 1])).missing_chunks > 0
     await receiver.push(P, 2)
     await receiver.commit(1, 2, 0)
     await receiver.push(P, 3)

@@ -136,7 +136,8 @@ async def send(
         await stub.Prepare(
             pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=patient(10)
         )
-        return await push(messages(), timeout=patient(10))
+        response: pb.PushResponse = await push(messages(), timeout=patient(10))
+        return response
 
 
 async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareResponse:

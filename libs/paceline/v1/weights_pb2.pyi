@@ -96,34 +96,38 @@ class PrepareResponse(_message.Message):
     def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("target", "version", "chunk_index", "crc32", "context", "data")
+    __slots__ = ("target", "version", "chunk_index", "crc32", "context", "offset", "data")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     CRC32_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     target: _engine_pb2.WeightTarget
     version: int
     chunk_index: int
     crc32: int
     context: _trajectory_pb2.CommandContext
+    offset: int
     data: bytes
-    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., chunk_index: _Optional[int] = ..., crc32: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., chunk_index: _Optional[int] = ..., crc32: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("bytes_received", "receive_s", "spool_s", "fan_out_s", "apply_s")
+    __slots__ = ("bytes_received", "receive_s", "spool_s", "fan_out_s", "apply_s", "missing_chunks")
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
     SPOOL_S_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_S_FIELD_NUMBER: _ClassVar[int]
     APPLY_S_FIELD_NUMBER: _ClassVar[int]
+    MISSING_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     bytes_received: int
     receive_s: float
     spool_s: float
     fan_out_s: float
     apply_s: float
-    def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ..., apply_s: _Optional[float] = ...) -> None: ...
+    missing_chunks: int
+    def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., missing_chunks: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("context", "versions", "mode", "leased_workers")

@@ -82,7 +82,8 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Sends the chunks; returns when all are checksummed, spooled and loaded beside the serving version.
+        """Sends chunks, or parts of them: several senders may bring one version at a time, each what it holds. The call that brings
+        the last byte returns when all is checksummed, spooled and loaded beside the serving version; the others return at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

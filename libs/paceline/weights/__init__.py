@@ -7,7 +7,7 @@ from paceline.weights.manifest import ACCEPTANCE, CONFIG, build_manifest
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.reception import WeightHooks
-from paceline.weights.sender import WeightSender
+from paceline.weights.sender import Delivery, Parcel, WeightSender
 from paceline.weights.service import SERVICE_NAME, add_weight_service
 from paceline.weights.servicer import WeightServicer
 from paceline.weights.spool import Spool
@@ -16,6 +16,8 @@ __all__ = [
     "ACCEPTANCE",
     "CONFIG",
     "SERVICE_NAME",
+    "Delivery",
+    "Parcel",
     "PushReport",
     "Spool",
     "WeightHooks",

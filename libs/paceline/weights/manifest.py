@@ -6,7 +6,6 @@ Owns the content's layout; no transport.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paceline.errors import InvalidInput, WeightsError
@@ -20,7 +19,20 @@ from paceline.v1.weights_pb2 import (
     TensorSpec,
     WeightEncoding,
 )
-from paceline.weights.chunks import checksums_of, chunk_count, content_hash, cut_stream
+from paceline.weights.shares import (
+    ALONE,
+    Announced,
+    CheckedRange,
+    HeldTensor,
+    Senders,
+    Share,
+    checked_ranges,
+    facts_of,
+    held_whole,
+    joined_checksums,
+    joined_stream_hash,
+    share_of,
+)
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
 """Word of each encoding that is received, used in reports and metrics."""
@@ -60,7 +72,27 @@ def build_manifest(
 
     Raises WeightsError when a number is not finite.
     """
-    check_finite(tensors)
+    manifest = unchecked_manifest(
+        target,
+        version,
+        [tensor.layout for tensor in tensors],
+        chunk_bytes=chunk_bytes,
+        lm_head_hash=lm_head_hash,
+        metadata=metadata,
+    )
+    return check_share(manifest, held_whole(tensors)).manifest
+
+
+def unchecked_manifest(
+    target: WeightTarget | int,
+    version: int,
+    layouts: Sequence[TensorLayout],
+    *,
+    chunk_bytes: int = 1 << 20,
+    lm_head_hash: str = "",
+    metadata: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Manifest of a full push of tensors in this order, without checksums."""
     manifest = Manifest(
         target=WeightTarget.Name(target),
         version=version,
@@ -68,27 +100,52 @@ def build_manifest(
         encoding=WEIGHT_ENCODING_FULL,
         lm_head_hash=lm_head_hash,
         metadata=metadata or {},
-        tensors=_specs(tensors),
-        total_bytes=sum(tensor.layout.nbytes for tensor in tensors),
+        tensors=_specs(layouts),
+        total_bytes=sum(layout.nbytes for layout in layouts),
     )
     check_manifest(manifest, max_bytes=manifest.total_bytes)
-    checksums = checksums_of(manifest, tensors)
-    manifest.content_hash = checksums.content_hash
-    for spec, checksum in zip(manifest.tensors, checksums.tensors, strict=True):
-        spec.crc32 = checksum
     return manifest
 
 
-def delta_manifest(whole: Manifest, base: Manifest, stream: bytes) -> Manifest:
-    """The same version as `whole`, announced as a delta against `base`; both are full."""
+def check_share(
+    manifest: Manifest, held: Sequence[HeldTensor], senders: Senders = ALONE
+) -> Announced:
+    """This sender's share of a version; completes the manifest with the checksums of everybody's,
+    who all call this. Reads every byte that is held.
+
+    Raises WeightsError, at all of them, when a number is not finite; InvalidInput when the shares
+    are not the version.
+    """
+    odd = _first_not_finite(one.tensor for one in held)
+    share = share_of(manifest, held) if odd is None else Share((), ())
+    shares = senders.exchange([odd, facts_of(share.ranges)])
+    for name, _ in shares:
+        if name is not None:
+            raise _not_finite(name)
+    checksums = joined_checksums(manifest, [checked for _, checked in shares])
+    manifest.content_hash = checksums.content_hash
+    for spec, checksum in zip(manifest.tensors, checksums.tensors, strict=True):
+        spec.crc32 = checksum
+    return Announced(manifest, share)
+
+
+def delta_manifest(
+    whole: Manifest, base: Manifest, section: bytes, senders: Senders = ALONE
+) -> tuple[Manifest, tuple[CheckedRange, ...]]:
+    """The same version as `whole`, announced as a delta against `base`, both of them full: its
+    stream is everybody's sections, by rank. Beside it this sender's part of the stream.
+    """
+    sizes = senders.exchange(len(section))
     manifest = Manifest()
     manifest.CopyFrom(whole)
     manifest.encoding = WEIGHT_ENCODING_SPARSE_DELTA
     manifest.base_version = base.version
-    manifest.delta.CopyFrom(SparseDelta(nbytes=len(stream), base_hash=base.content_hash))
-    chunks = cut_stream(manifest, stream, range(chunk_count(manifest)))
-    manifest.delta.stream_hash = content_hash(zlib.crc32(data) for _, data in chunks)
-    return manifest
+    manifest.delta.CopyFrom(SparseDelta(nbytes=sum(sizes), base_hash=base.content_hash))
+    start = sum(sizes[: senders.rank])
+    ranges = checked_ranges(memoryview(section), start, manifest.chunk_bytes)
+    shares = senders.exchange(facts_of(ranges))
+    manifest.delta.stream_hash = joined_stream_hash(manifest, shares)
+    return manifest, ranges
 
 
 def whole_of(manifest: Manifest) -> Manifest:
@@ -103,27 +160,34 @@ def whole_of(manifest: Manifest) -> Manifest:
     return whole
 
 
-def _specs(tensors: Iterable[NamedTensor]) -> Iterator[TensorSpec]:
+def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
     """One tensor behind the other, without a gap."""
     offset = 0
-    for tensor in tensors:
-        nbytes = tensor.layout.nbytes
+    for one in layouts:
         yield TensorSpec(
-            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, nbytes=nbytes
+            name=one.name, dtype=one.dtype, shape=one.shape, offset=offset, nbytes=one.nbytes
         )
-        offset += nbytes
+        offset += one.nbytes
 
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
     """Raises WeightsError for a tensor with NaN or infinity: no version with one is served."""
-    for tensor in tensors:
-        if not is_finite(tensor):
-            raise WeightsError(
-                f"tensor {tensor.name} holds numbers that are not finite",
-                reason="NOT_FINITE",
-                seen="NaN or infinity",
-                allowed="finite numbers",
-            )
+    name = _first_not_finite(tensors)
+    if name is not None:
+        raise _not_finite(name)
+
+
+def _first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
+    return next((one.name for one in tensors if not is_finite(one)), None)
+
+
+def _not_finite(name: str) -> WeightsError:
+    return WeightsError(
+        f"tensor {name} holds numbers that are not finite",
+        reason="NOT_FINITE",
+        seen="NaN or infinity",
+        allowed="finite numbers",
+    )
 
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import grpc
 
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.telemetry import get_logger
@@ -24,9 +25,9 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights.chunks import cut_chunks
+from paceline.weights.chunks import ChunkPart, cut_chunks
 from paceline.weights.delta import DELTA_DAMAGED
-from paceline.weights.manifest import ENCODING_NAMES
+from paceline.weights.manifest import ENCODING_NAMES, target_name
 from paceline.weights.service import SERVICE_NAME
 from paceline.weights.wire import PushChunk, encode_push
 
@@ -37,8 +38,8 @@ together).
 """
 COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
-Cut = Callable[[Iterable[int]], Iterable[tuple[int, memoryview]]]
-"""(index, bytes) of each chunk that is wanted, in ascending order."""
+Cut = Callable[[Iterable[int]], Iterable[ChunkPart]]
+"""What the sender holds of each chunk that is wanted, in ascending order."""
 _log = get_logger(__name__)
 
 
@@ -57,6 +58,7 @@ class PushReport:
     encode_s: float = 0.0  # making the delta, or finding that it is not worth it
     apply_s: float = 0.0  # receiver: making the content of base and delta, checked
     replaced: bool = False  # receiver: other content of this version, which did not serve, is gone
+    missing: int = 0  # chunks that other senders have to complete
 
     @property
     def transfer_s(self) -> float:
@@ -82,9 +84,19 @@ async def push_weights(
 
     Raises as push_stream does.
     """
-    return await push_stream(
-        channel, manifest, partial(cut_chunks, manifest, tensors), context, deadline_s=deadline_s
-    )
+    cut = partial(_whole_chunks, manifest, tensors)
+    report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
+    if report.missing:
+        name = f"{target_name(manifest.target)} version {manifest.version}"
+        raise WeightsError(f"{name} misses chunks", seen=report.missing, allowed=0)
+    return report
+
+
+def _whole_chunks(
+    manifest: pb.Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
+) -> Iterator[ChunkPart]:
+    for index, data in cut_chunks(manifest, tensors, wanted):
+        yield ChunkPart(index, 0, data, zlib.crc32(data))
 
 
 async def push_stream(
@@ -95,8 +107,9 @@ async def push_stream(
     *,
     deadline_s: float | None = None,
 ) -> PushReport:
-    """Pushes what `cut` cuts. What was damaged on its way is sent again, DAMAGED_TRIES times in
-    all; a delta that the receiver cannot apply is not.
+    """Pushes what `cut` cuts, all of a version or a part; the report says what is missing then.
+    What was damaged on its way is sent again, DAMAGED_TRIES times in all; a delta
+    that the receiver cannot apply is not.
 
     Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
     ResourceExhausted, Unavailable, DeadlineExceeded.
@@ -128,10 +141,16 @@ async def _push(
         encoding = ENCODING_NAMES[manifest.encoding]
         if wanted.complete:
             return PushReport(0, time.monotonic() - started_s, encoding=encoding)
+        parts = iter(cut(wanted.wanted_chunks))
+        first = next(parts, None)
+        if first is None:  # all of this sender's is there
+            missing = len(wanted.wanted_chunks)
+            push_s = time.monotonic() - started_s
+            return PushReport(0, push_s, encoding=encoding, missing=missing)
         push: Any = channel.stream_unary(
             f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
         )
-        chunks = _messages(manifest, cut(wanted.wanted_chunks), context)
+        chunks = _messages(manifest, chain([first], parts), context)
         response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
 
     return PushReport(
@@ -143,18 +162,19 @@ async def _push(
         replaced=wanted.replaced,
         encoding=encoding,
         apply_s=response.apply_s,
+        missing=response.missing_chunks,
     )
 
 
 async def _messages(
     manifest: pb.Manifest,
-    chunks: Iterable[tuple[int, memoryview]],
+    parts: Iterable[ChunkPart],
     context: CommandContext,
 ) -> AsyncIterator[bytes]:
     first: CommandContext | None = context
-    for index, data in chunks:
+    for index, offset, data, crc in parts:
         yield encode_push(
-            PushChunk(manifest.target, manifest.version, index, zlib.crc32(data), data, first)
+            PushChunk(manifest.target, manifest.version, index, crc, data, first, offset)
         )
         first = None
 

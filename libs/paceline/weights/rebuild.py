@@ -5,9 +5,9 @@ from __future__ import annotations
 from paceline.errors import DataLoss, NotFound, WeightsError
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.assembly import allocate
-from paceline.weights.chunks import checksums_of
 from paceline.weights.delta import DELTA_DAMAGED, apply_delta
 from paceline.weights.manifest import check_finite, layouts, target_name, views, whole_of
+from paceline.weights.shares import checksums_of
 from paceline.weights.spool import Spool
 
 DELTA_BASE = "DELTA_BASE"

@@ -107,7 +107,9 @@ class Reception:
         return assembly
 
     async def finish(self, part: Part, received: int) -> pb.PushResponse:
-        """Spools and loads a complete version; a second push of the same version finds it done."""
+        """Spools and loads a version once it is complete; who comes before that is told how much
+        is missing, who comes later finds it done.
+        """
         async with self._writer:
             assembly = self._receiving.get(part)
             if assembly is None:
@@ -115,9 +117,11 @@ class Reception:
                     return pb.PushResponse(bytes_received=received)
                 raise self._not_announced(part)
             if not assembly.complete:
-                missing = assembly.missing()
-                raise WeightsError(
-                    f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on"
+                missing = len(assembly.missing())
+                return pb.PushResponse(
+                    bytes_received=received,
+                    receive_s=assembly.receive_s,
+                    missing_chunks=missing,
                 )
             apply_started_s = time.monotonic()
             content = await self._content(part, assembly)

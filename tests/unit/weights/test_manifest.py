@@ -107,7 +107,7 @@ def spoil_delta(change: Callable[[Manifest], object]) -> Manifest:
     base, _, _ = built([5000, 300])
     whole, _, _ = built([5000, 300])
     whole.version = 2
-    manifest = delta_manifest(whole, base, b"delta")
+    manifest, _ = delta_manifest(whole, base, b"delta")
     change(manifest)
     return manifest
 
@@ -145,7 +145,7 @@ def test_a_delta_stands_for_the_version_that_a_full_push_announces() -> None:
     base, _, _ = built([5000, 300])
     whole, _, _ = built([5000, 300])
     whole.version = 2
-    delta = delta_manifest(whole, base, b"delta")
+    delta, _ = delta_manifest(whole, base, b"delta")
     assert (chunk_count(delta), chunk_span(delta, 0)) == (1, (0, 5))
     assert whole_of(delta) == whole
     assert whole_of(whole) is whole

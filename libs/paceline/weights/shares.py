@@ -1,0 +1,196 @@
+"""What one of several senders holds of a version, with its checksums; those of the whole version
+follow from everybody's, wherever the senders' parts begin and end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.errors import InvalidInput
+from paceline.tensors import NUMPY_CODES, NamedTensor
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.chunks import ChunkPart, content_hash, packed, stream_bytes
+from paceline.weights.crc import joined_crc32
+from paceline.weights.threads import in_threads
+
+Checked = tuple[int, int, int]
+"""First byte in the stream, bytes, CRC-32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Senders:
+    """Those who bring a version together, as one of them sees it."""
+
+    rank: int
+    exchange: Callable[[Any], list[Any]]
+    """Every sender's value, of what JSON has, by rank, given one's own; all call it in the same
+    order.
+    """
+
+
+ALONE = Senders(0, lambda value: [value])
+"""One who holds everything."""
+
+
+class Checksums(NamedTuple):
+    """Of one content."""
+
+    content_hash: str
+    tensors: list[int]  # TensorSpec.crc32 of each
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of the manifest, or elements of it that follow each other."""
+
+    number: int  # in the manifest
+    first: int  # element
+    tensor: NamedTensor
+
+
+class CheckedRange(NamedTuple):
+    """Bytes of a stream, all of one chunk, and of a content all of one tensor."""
+
+    start: int  # in the stream
+    data: memoryview
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one sender holds of a version's content, in its order."""
+
+    held: tuple[HeldTensor, ...]
+    ranges: tuple[CheckedRange, ...]
+
+    @property
+    def tensors(self) -> list[NamedTensor]:
+        """What is held, without its places."""
+        return [one.tensor for one in self.held]
+
+
+class Announced(NamedTuple):
+    """A version, announced as a full push, and what this sender holds of it."""
+
+    manifest: Manifest
+    share: Share
+
+
+def held_whole(tensors: Sequence[NamedTensor]) -> list[HeldTensor]:
+    """What the only sender holds."""
+    return [HeldTensor(index, 0, one) for index, one in enumerate(tensors)]
+
+
+def share_of(manifest: Manifest, held: Sequence[HeldTensor]) -> Share:
+    """Reads every byte that is held once; `held` ascends."""
+    pieces = (
+        piece
+        for index, first, tensor in held
+        for piece in _pieces(
+            tensor.view, _byte_of(manifest, index, first, tensor), manifest.chunk_bytes
+        )
+    )
+    return Share(tuple(held), tuple(in_threads(_checked, pieces)))
+
+
+def checked_ranges(stream: memoryview, start: int, chunk_bytes: int) -> tuple[CheckedRange, ...]:
+    """Of bytes that lie in a stream from `start` on."""
+    return tuple(map(_checked, _pieces(stream, start, chunk_bytes)))
+
+
+def facts_of(ranges: Iterable[CheckedRange]) -> list[Checked]:
+    """What other senders are told of ranges."""
+    return [(one.start, len(one.data), one.crc32) for one in ranges]
+
+
+def cut_ranges(
+    manifest: Manifest, ranges: Iterable[CheckedRange], wanted: Iterable[int]
+) -> Iterator[ChunkPart]:
+    """What of the wanted chunks the ranges hold."""
+    chunks = set(wanted)
+    for start, data, crc in ranges:
+        index, offset = divmod(start, manifest.chunk_bytes)
+        if index in chunks:
+            yield ChunkPart(index, offset, data, crc)
+
+
+def checksums_of(manifest: Manifest, tensors: Sequence[NamedTensor]) -> Checksums:
+    """Of a content that is all here; every byte is read once."""
+    return joined_checksums(manifest, [facts_of(share_of(manifest, held_whole(tensors)).ranges)])
+
+
+def joined_checksums(manifest: Manifest, shares: Iterable[Iterable[Checked]]) -> Checksums:
+    """Of a content of which each sender has checked a share. Raises InvalidInput where these are
+    not the content, once each byte.
+    """
+    offsets = [spec.offset for spec in manifest.tensors]
+    begins = set(offsets)
+    checked = _in_order(shares, manifest.total_bytes)
+    starts, crcs = _joined(checked, manifest.chunk_bytes, begins)
+    tensors = []
+    for spec in manifest.tensors:
+        first, last = (bisect_left(starts, at) for at in (spec.offset, spec.offset + spec.nbytes))
+        tensors.append(zlib.crc32(packed(crcs[first:last])))
+    _, chunks = _joined(checked, manifest.chunk_bytes, frozenset())
+    return Checksums(content_hash(chunks), tensors)
+
+
+def joined_stream_hash(manifest: Manifest, shares: Iterable[Iterable[Checked]]) -> str:
+    """content_hash of a stream of which each sender has checked a share. Raises InvalidInput as
+    joined_checksums does.
+    """
+    checked = _in_order(shares, stream_bytes(manifest))
+    return content_hash(_joined(checked, manifest.chunk_bytes, frozenset())[1])
+
+
+def _byte_of(manifest: Manifest, index: int, first: int, tensor: NamedTensor) -> int:
+    return (
+        int(manifest.tensors[index].offset) + first * np.dtype(NUMPY_CODES[tensor.dtype]).itemsize
+    )
+
+
+def _pieces(data: memoryview, start: int, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """(first byte in the stream, bytes) of each chunk's part."""
+    at = 0
+    while at < len(data):
+        end = min(len(data), at + chunk_bytes - (start + at) % chunk_bytes)
+        yield start + at, data[at:end]
+        at = end
+
+
+def _checked(piece: tuple[int, memoryview]) -> CheckedRange:
+    start, data = piece
+    return CheckedRange(start, data, zlib.crc32(data))
+
+
+def _in_order(shares: Iterable[Iterable[Checked]], total: int) -> list[Checked]:
+    checked = sorted((start, nbytes, crc) for share in shares for start, nbytes, crc in share)
+    position = 0
+    for start, nbytes, _ in checked:
+        if start != position:
+            fault = "overlap" if start < position else "leave a gap"
+            raise InvalidInput(f"shares of a version {fault}", seen=start, allowed=position)
+        position += nbytes
+    if position != total:
+        raise InvalidInput("shares are not the whole version", seen=position, allowed=total)
+    return checked
+
+
+def _joined(
+    checked: Iterable[Checked], chunk_bytes: int, begins: frozenset[int] | set[int]
+) -> tuple[list[int], list[int]]:
+    """First bytes and CRC-32s of the parts into which chunks, and `begins`, cut a stream."""
+    starts: list[int] = []
+    crcs: list[int] = []
+    for start, nbytes, crc in checked:
+        if start % chunk_bytes == 0 or start in begins:
+            starts.append(start)
+            crcs.append(crc)
+        else:
+            crcs[-1] = joined_crc32(crcs[-1], crc, nbytes)
+    return starts, crcs
