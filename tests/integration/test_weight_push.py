@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -540,6 +541,21 @@ async def test_size_cap_and_foreign_target_and_stale_epoch_are_refused(start: St
             small,
             CommandContext(run_id="local", epoch=2),
         )
+
+
+async def test_a_version_that_finds_no_room_on_the_disk_is_refused_before_it_is_sent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = await start()
+    manifest = manifest_of(tensors(1), P, 1)
+    usage = shutil.disk_usage(".")._replace(free=manifest.total_bytes - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(ResourceExhausted, match="no room for a version") as refusal:
+            await wanted(receiver.channel, manifest)
+    assert refusal.value.reason == "DISK_FULL"
+    assert refusal.value.allowed == f"{manifest.total_bytes - 1} bytes are free"
+    await receiver.push(P, 1)
 
 
 async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: Start) -> None:

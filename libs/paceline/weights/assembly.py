@@ -34,9 +34,11 @@ class Assembly:
     writes are idempotent.
     """
 
-    def __init__(self, manifest: Manifest, max_bytes: int, directory: Path | None = None) -> None:
-        """`directory`: where the buffer lies as a file; None has it in memory."""
-        check_manifest(manifest, max_bytes=max_bytes)
+    def __init__(self, manifest: Manifest, directory: Path | None = None) -> None:
+        """`directory`: where the buffer lies as a file; None has it in memory. Raises InvalidInput
+        for what is no manifest, ResourceExhausted.
+        """
+        check_manifest(manifest, max_bytes=manifest.total_bytes)
         self.manifest = manifest
         size = stream_bytes(manifest)
         self.buffer = allocate(size) if directory is None else allocate_on_disk(size, directory)

@@ -15,7 +15,6 @@ from paceline.tensors import NamedTensor
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights.assembly import Assembly
-from paceline.weights.servicer import DEFAULT_MAX_BYTES
 from paceline.weights.wire import PushChunk
 
 
@@ -42,7 +41,7 @@ async def pull_weights(
                 if assembly is not None:
                     assembly.place(_chunk(response.chunk))
                 elif wanted(response.manifest):
-                    assembly = Assembly(response.manifest, DEFAULT_MAX_BYTES, directory)
+                    assembly = Assembly(response.manifest, directory)
                 else:
                     return None
     if assembly is None or not assembly.complete:

@@ -58,14 +58,11 @@ class Reception:
     Its changes are to be run to their end: half of one would let a second writer in.
     """
 
-    def __init__(
-        self, spool: Spool, hooks: WeightHooks, targets: tuple[int, ...], max_bytes: int
-    ) -> None:
-        """`targets`: the parts that a commit needs; `max_bytes`: of one version's stream."""
+    def __init__(self, spool: Spool, hooks: WeightHooks, targets: tuple[int, ...]) -> None:
+        """`targets`: the parts that a commit needs."""
         self._spool = spool
         self._hooks = hooks
         self._targets = targets
-        self._max_bytes = max_bytes
         self._receiving: dict[Part, Assembly] = {}
         self._loaded: set[Part] = set()  # given to on_prepared and not yet committed or aborted
         self._writer = asyncio.Lock()
@@ -78,7 +75,8 @@ class Reception:
     async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         """The chunks still wanted of a version, whose buffer is there.
 
-        Raises WeightsError with reason DELTA_BASE for a delta whose base is not here.
+        Raises WeightsError with reason DELTA_BASE for a delta whose base is not here,
+        ResourceExhausted where the version finds no room.
         """
         part = (manifest.target, manifest.version)
         async with self._writer:
@@ -92,9 +90,11 @@ class Reception:
                 return pb.PrepareResponse(complete=True)
             if assembly is None:
                 self._admit(part)
+                ahead = sum(one.manifest.total_bytes for one in self._receiving.values())
+                self._spool.check_room(manifest.total_bytes + ahead)
                 if manifest.encoding == pb.WEIGHT_ENCODING_SPARSE_DELTA:
                     await asyncio.to_thread(check_base, self._spool, manifest)
-                assembly = self._receiving[part] = Assembly(manifest, self._max_bytes)
+                assembly = self._receiving[part] = Assembly(manifest)
             return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
 
     def receiving(self, part: Part, known: Assembly | None = None) -> Assembly:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -30,9 +31,6 @@ from paceline.weights.wire import PushChunk
 
 T = TypeVar("T")
 
-DEFAULT_MAX_BYTES = 32 << 30
-"""Largest stream of one version; two of each target may be in memory at a time."""
-
 
 class WeightServicer(WeightServiceServicer):
     """WeightService over a spool.
@@ -48,13 +46,14 @@ class WeightServicer(WeightServiceServicer):
         hooks: WeightHooks,
         *,
         targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int = 0,
     ) -> None:
-        self.reception = Reception(spool, hooks, targets, max_bytes)
+        """`max_bytes`: of one version's content; 0: what finds room on the spool's disk."""
+        self.reception = Reception(spool, hooks, targets)
         self._spool = spool
         self._guard = guard
         self._targets = targets
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes or sys.maxsize
         self._changes: set[asyncio.Task[Any]] = set()
 
     @property

@@ -36,7 +36,7 @@ from paceline.weights.integrity import (
 from paceline.weights.manifest import DOCUMENTS, TARGET_NAMES, check_manifest, target_name
 from paceline.weights.metrics import VERSIONS_DAMAGED
 from paceline.weights.threads import in_threads
-from paceline.whole_files import TEMPORARY, sync_path, write_synced, writing
+from paceline.whole_files import DISK_FULL, TEMPORARY, sync_path, write_synced, writing
 
 _log = get_logger(__name__)
 _READ_BYTES = 16 << 20
@@ -127,6 +127,19 @@ class Spool:
             _log.error("version_damaged", version=path.name, error=str(error))
             raise
         self._damaged.discard((target, version))
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises ResourceExhausted, with the reason of a full disk, when so many bytes more do not
+        find room here.
+        """
+        free = shutil.disk_usage(self._directory).free
+        if nbytes > free:
+            raise ResourceExhausted(
+                f"no room for a version in {self._directory}",
+                reason=DISK_FULL,
+                seen=f"{nbytes} bytes",
+                allowed=f"{free} bytes are free",
+            )
 
     def check_sets(self) -> None:
         """Raises DataLoss until the next commit when versions.json was damaged at the start."""

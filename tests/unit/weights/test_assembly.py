@@ -19,9 +19,7 @@ CHUNK = 4096
 
 def assembly() -> Assembly:
     tensor = NamedTensor("w", "U8", (len(STREAM),), STREAM)
-    return Assembly(
-        build_manifest(WEIGHT_TARGET_DRAFTER, 2, [tensor], chunk_bytes=CHUNK), max_bytes=1 << 20
-    )
+    return Assembly(build_manifest(WEIGHT_TARGET_DRAFTER, 2, [tensor], chunk_bytes=CHUNK))
 
 
 def chunk(index: int, data: bytes | None = None) -> PushChunk:
