@@ -33,6 +33,7 @@ from paceline.weights.shares import (
     joined_stream_hash,
     share_of,
 )
+from paceline.weights.threads import in_threads
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
 """Word of each encoding that is received, used in reports and metrics."""
@@ -178,7 +179,8 @@ def check_finite(tensors: Iterable[NamedTensor]) -> None:
 
 
 def _first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
-    return next((one.name for one in tensors if not is_finite(one)), None)
+    looked = in_threads(lambda one: (one.name, is_finite(one)), tensors)
+    return next((name for name, finite in looked if not finite), None)
 
 
 def _not_finite(name: str) -> WeightsError:
