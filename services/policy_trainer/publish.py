@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from paceline.training.streaming import bytes_in_order, convert, scatter_rows
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights import pull_weights
-from paceline.weights.assembly import allocate_on_disk
+from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import check_share, unchecked_manifest
+from paceline.weights.manifest import layouts as layouts_of
 from paceline.weights.push import push_deadline_s
 from paceline.weights.shares import Announced, HeldTensor, Senders
 
@@ -66,7 +68,8 @@ def publication_of(
     dtype = getattr(torch, config.publish_dtype)
     layouts = [TensorLayout(name, _NAMES[dtype], tuple(shape)) for name, shape in shapes.items()]
     held = [_held(layout) for layout in layouts]
-    buffer = _buffer_of_each_rank(sum(one.nbytes for one in held), config, make_room)
+    file = _file_of_each_rank(sum(one.nbytes for one in held), config, make_room)
+    buffer = file.memory if file else memoryview(b"")
     tensors, offset = {}, 0
     for (name, weight), own in zip(weights, held, strict=True):
         assert name == own.name, f"{name} comes in the place of {own.name}"
@@ -77,7 +80,7 @@ def publication_of(
         assert rows.shape == own.shape, f"{name} is sharded otherwise than by rows"
         if own.nbytes:
             convert(rows, torch.frombuffer(data, dtype=dtype).view(own.shape))
-    return _announced(version, layouts, tensors)
+    return _announced(version, layouts, tensors, file)
 
 
 def _held(layout: TensorLayout) -> TensorLayout:
@@ -91,62 +94,72 @@ def _rows(layout: TensorLayout) -> slice:
 
 
 def _announced(
-    version: int, layouts: Sequence[TensorLayout], tensors: Mapping[str, NamedTensor]
+    version: int,
+    layouts: Sequence[TensorLayout],
+    tensors: Mapping[str, NamedTensor],
+    file: ScratchFile | None,
 ) -> Publication:
-    """Two manifests, complete on every rank. Collective."""
+    """Two manifests, complete on every rank; `tensors` lie in the file, one behind the other.
+    Collective.
+    """
+    sizes = [len(one.view) for one in tensors.values()]
+    positions = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
+    positions.setdefault(HEAD, positions[EMBEDDING])
     head = tensors.get(HEAD, tensors[EMBEDDING])
     name = from_rank_zero(head_hash_of(bytes_in_order(head.view)))
     both = {EMBEDDING: tensors[EMBEDDING], HEAD: head}
     of = {layout.name: layout for layout in layouts}
     embedding = of[EMBEDDING]
     heads = [embedding, of.get(HEAD, TensorLayout(HEAD, embedding.dtype, embedding.shape))]
+    policy = unchecked_manifest(WEIGHT_TARGET_POLICY, version, layouts, lm_head_hash=name)
+    whole = unchecked_manifest(WEIGHT_TARGET_POLICY_HEAD, version, heads, lm_head_hash=name)
     return Publication(
         version,
-        _announced_part(WEIGHT_TARGET_POLICY, version, layouts, tensors, name),
-        _announced_part(WEIGHT_TARGET_POLICY_HEAD, version, heads, both, name),
+        _announced_part(policy, tensors, positions, file),
+        _announced_part(whole, both, positions, file),
     )
 
 
 def _announced_part(
-    target: int,
-    version: int,
-    layouts: Sequence[TensorLayout],
+    manifest: Manifest,
     tensors: Mapping[str, NamedTensor],
-    lm_head_hash: str,
+    positions: Mapping[str, int],
+    file: ScratchFile | None,
 ) -> Announced:
-    manifest = unchecked_manifest(target, version, layouts, lm_head_hash=lm_head_hash)
-    held = [
-        HeldTensor(index, _rows(layout).start * math.prod(layout.shape[1:]), tensors[layout.name])
-        for index, layout in enumerate(layouts)
-    ]
-    return check_share(manifest, held, senders_of_ranks())
+    held = []
+    for number, layout in enumerate(layouts_of(manifest)):
+        first = _rows(layout).start * math.prod(layout.shape[1:])
+        name = layout.name
+        held.append(HeldTensor(number, first, tensors[name], positions[name]))
+    return check_share(manifest, held, senders_of_ranks(), file)
 
 
-def _buffer_of_each_rank(
+def _file_of_each_rank(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
-) -> memoryview:
-    buffer, fault = memoryview(b""), ""
+) -> ScratchFile | None:
+    """None where this rank holds nothing. Collective."""
+    file, fault = None, ""
     try:
         if nbytes:
-            buffer = _buffer(nbytes, config, make_room)
+            file = _file(nbytes, config, make_room)
     except ResourceExhausted as error:
         fault = str(error)
     if fault := next(filter(None, from_all_ranks(fault)), ""):
         raise ResourceExhausted(f"no room for what is published: {fault}", seen=nbytes)
-    return buffer
+    return file
 
 
-def _buffer(
+def _file(
     nbytes: int, config: PolicyTrainerConfig, make_room: Callable[[], None] | None
-) -> memoryview:
+) -> ScratchFile:
     try:
-        return allocate_on_disk(nbytes, config.checkpoints_dir)
+        return ScratchFile(nbytes, config.checkpoints_dir)
     except ResourceExhausted as error:
         if make_room is None:
             raise
         _log.warning("room_made_for_publication", error=str(error))
     make_room()
-    return allocate_on_disk(nbytes, config.checkpoints_dir)
+    return ScratchFile(nbytes, config.checkpoints_dir)
 
 
 async def pull_served(own: Manifest, config: PolicyTrainerConfig) -> list[NamedTensor] | None:

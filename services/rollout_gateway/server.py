@@ -73,7 +73,11 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
         add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE
     )
     weights = WeightServicer(
-        gateway.spool, guard, gateway.weights, max_bytes=config.run.max_version_bytes
+        gateway.spool,
+        guard,
+        gateway.weights,
+        max_bytes=config.run.max_version_bytes,
+        handover=config.run.handover_dir("gateway") if config.spool else None,
     )
     server.add(add_weight_service, weights, SERVICE_NAME)
     add_progress(server, lambda: progress(gateway))

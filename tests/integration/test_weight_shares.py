@@ -1,4 +1,6 @@
-"""Versions that several senders bring together, each what it holds, to a real gRPC server."""
+"""Versions that several senders bring together, each what it holds, to a real gRPC server: by the
+network, and by files on one host.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,24 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender, abort_version
 from paceline.weights.chunks import ChunkPart
+from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import check_share, layouts, unchecked_manifest
 from paceline.weights.push import DAMAGED_TRIES, push_stream
 from paceline.weights.shares import Announced, HeldTensor, Senders, cut_ranges
 
 
-@pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
+@pytest.fixture(params=["network", "file"])
+async def start(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Start]:
+    """Receivers that take files or not; senders have theirs in files in either case."""
     async with receivers(tmp_path) as start_one:
-        yield start_one
+        handover = tmp_path / "handover" if request.param == "file" else None
+        yield partial(start_one, handover=handover)
+
+
+@pytest.fixture
+def together(tmp_path: Path) -> Callable[[int], Together]:
+    """So many senders."""
+    return partial(Together.of, tmp_path / "scratch")
 
 
 class Meeting:
@@ -67,18 +79,19 @@ def rows_of(tensor: NamedTensor, count: int, rank: int) -> tuple[int, NamedTenso
 class Together:
     """So many senders of one model, each with rows of its own."""
 
+    scratch: Path
     senders: list[WeightSender]
     views: list[Senders]
 
     @classmethod
-    def of(cls, count: int) -> Together:
+    def of(cls, scratch: Path, count: int) -> Together:
         meeting = Meeting(count)
 
         def view(rank: int) -> Senders:
             return Senders(rank, lambda value: meeting.exchange(rank, value))
 
         views = [view(rank) for rank in range(count)]
-        return cls([WeightSender("always", one) for one in views], views)
+        return cls(scratch, [WeightSender("always", one) for one in views], views)
 
     async def each(self, work: Callable[[int], Any]) -> list[Any]:
         """Of every sender, in a thread of its own."""
@@ -97,11 +110,16 @@ class Together:
             chunk_bytes=whole.chunk_bytes,
             lm_head_hash=whole.lm_head_hash,
         )
-        held = [
-            HeldTensor(index, *rows_of(one, len(self.senders), rank))
-            for index, one in enumerate(given)
-        ]
-        return check_share(manifest, held, self.views[rank])
+        parts = [rows_of(one, len(self.senders), rank) for one in given]
+        file = ScratchFile(max(1, sum(len(one.view) for _, one in parts)), self.scratch)
+        held, position = [], 0
+        for number, (first, one) in enumerate(parts):
+            data = file.memory[position : position + len(one.view)]
+            data[:] = one.view
+            tensor = NamedTensor(one.name, one.dtype, one.shape, data)
+            held.append(HeldTensor(number, first, tensor, position))
+            position += len(data)
+        return check_share(manifest, held, self.views[rank], file)
 
     async def plan(self, number: int) -> list[Parcel]:
         given = version(number)
@@ -132,13 +150,14 @@ class Together:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 async def test_what_several_senders_bring_is_spooled_as_what_one_has_pushed(
-    start: Start, tmp_path: Path, count: int
+    start: Start, together: Callable[[int], Together], tmp_path: Path, count: int
 ) -> None:
-    receiver, together = await start(), Together.of(count)
+    receiver, ours = await start(), together(count)
     total = manifest_of(version(1), 1).total_bytes
-    first = await together.push(receiver, 1)
+    first = await ours.push(receiver, 1)
     assert (first.encoding, first.bytes) == ("full", total)
-    second = await together.push(receiver, 2)
+    assert first.by_file == (receiver.servicer.reception.handover is not None)
+    second = await ours.push(receiver, 2)
     assert second.encoding == "sparse_delta"
     assert 0 < second.bytes < 0.05 * total
     assert [told[:3] for told in receiver.hooks.told] == [("prepared", P, 1), ("prepared", P, 2)]
@@ -153,12 +172,12 @@ async def test_what_several_senders_bring_is_spooled_as_what_one_has_pushed(
 
 
 async def test_a_version_is_complete_when_the_last_share_is_in_whoever_brings_it(
-    start: Start,
+    start: Start, together: Callable[[int], Together]
 ) -> None:
-    receiver, together = await start(), Together.of(3)
-    parcels = await together.plan(1)
+    receiver, ours = await start(), together(3)
+    parcels = await ours.plan(1)
     for rank in (2, 0):
-        delivery = await together.senders[rank].deliver(
+        delivery = await ours.senders[rank].deliver(
             receiver.channel, parcels[rank], CONTEXT, patient(20)
         )
         assert delivery.error is None
@@ -166,16 +185,18 @@ async def test_a_version_is_complete_when_the_last_share_is_in_whoever_brings_it
         assert receiver.spool.prepared == frozenset()
     with pytest.raises(WeightsError, match="not prepared"):
         await receiver.commit(1, 1, 0)
-    last = await together.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
+    last = await ours.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
     assert last.report.missing == 0
     assert receiver.spool.prepared == {(P, 1)}
-    again = await together.deliver(receiver, parcels)
+    again = await ours.deliver(receiver, parcels)
     assert [(one.report.bytes, one.report.missing) for one in again] == [(0, 0)] * 3
 
 
-async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(start: Start) -> None:
-    receiver, together = await start(), Together.of(2)
-    parcels = await together.plan(1)
+async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(
+    start: Start, together: Callable[[int], Together]
+) -> None:
+    receiver, ours = await start(), together(2)
+    parcels = await ours.plan(1)
     manifest, ranges = parcels[1].manifest, parcels[1].ranges
     own = sum(len(one.data) for one in ranges)
 
@@ -183,10 +204,10 @@ async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(start: S
         return [*cut_ranges(manifest, ranges, indices)][:20]
 
     broken = await push_stream(receiver.channel, manifest, breaks, CONTEXT, deadline_s=patient(20))
-    other = await together.senders[0].deliver(receiver.channel, parcels[0], CONTEXT, patient(20))
+    other = await ours.senders[0].deliver(receiver.channel, parcels[0], CONTEXT, patient(20))
     missing = list((await wanted(receiver.channel, manifest)).wanted_chunks)
     assert other.report.missing == len(missing) > 0
-    rest = await together.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
+    rest = await ours.senders[1].deliver(receiver.channel, parcels[1], CONTEXT, patient(20))
     assert rest.report.missing == 0
     assert rest.report.bytes < own  # no more than the missing chunks of it
     assert broken.bytes + rest.report.bytes < own + manifest.chunk_bytes
@@ -194,27 +215,29 @@ async def test_a_broken_stream_of_one_sender_resumes_at_what_is_missing(start: S
 
 
 async def test_a_receiver_that_restarts_between_two_shares_gets_the_first_again(
-    start: Start,
+    start: Start, together: Callable[[int], Together]
 ) -> None:
-    first, together = await start(), Together.of(2)
-    parcels = await together.plan(1)
-    early = await together.senders[0].deliver(first.channel, parcels[0], CONTEXT, patient(20))
+    first, ours = await start(), together(2)
+    parcels = await ours.plan(1)
+    early = await ours.senders[0].deliver(first.channel, parcels[0], CONTEXT, patient(20))
     again = await start()
-    late = await together.senders[1].deliver(again.channel, parcels[1], CONTEXT, patient(20))
+    late = await ours.senders[1].deliver(again.channel, parcels[1], CONTEXT, patient(20))
     assert early.report.missing > 0 < late.report.missing
     going = [
         sender.settle(parcel, [early, late])
-        for sender, parcel in zip(together.senders, parcels, strict=True)
+        for sender, parcel in zip(ours.senders, parcels, strict=True)
     ]
-    deliveries = await together.deliver(again, going)
-    assert isinstance(together.senders[0].settle(going[0], deliveries), PushReport)
+    deliveries = await ours.deliver(again, going)
+    assert isinstance(ours.senders[0].settle(going[0], deliveries), PushReport)
     again.spool.check(P, 1)
 
 
-async def test_a_version_that_never_becomes_complete_is_given_up(start: Start) -> None:
-    receiver, together = await start(), Together.of(2)
-    parcel: Any = (await together.plan(1))[0]
-    sender = together.senders[0]
+async def test_a_version_that_never_becomes_complete_is_given_up(
+    start: Start, together: Callable[[int], Together]
+) -> None:
+    receiver, ours = await start(), together(2)
+    parcel: Any = (await ours.plan(1))[0]
+    sender = ours.senders[0]
     for _ in range(DAMAGED_TRIES - 1):
         own = await sender.deliver(receiver.channel, parcel, CONTEXT, patient(20))
         parcel = sender.settle(parcel, [own])
@@ -222,54 +245,62 @@ async def test_a_version_that_never_becomes_complete_is_given_up(start: Start) -
         sender.settle(parcel, [own])
 
 
-async def test_what_one_sender_meets_is_raised_at_all_of_them(start: Start) -> None:
-    receiver, together = await start(), Together.of(2)
-    parcels = await together.plan(1)
+async def test_what_one_sender_meets_is_raised_at_all_of_them(
+    start: Start, together: Callable[[int], Together]
+) -> None:
+    receiver, ours = await start(), together(2)
+    parcels = await ours.plan(1)
     met = WeightsError("the gateway is elsewhere")
-    fine = await together.senders[0].deliver(receiver.channel, parcels[0], CONTEXT, patient(20))
-    for sender, parcel in zip(together.senders, parcels, strict=True):
+    fine = await ours.senders[0].deliver(receiver.channel, parcels[0], CONTEXT, patient(20))
+    for sender, parcel in zip(ours.senders, parcels, strict=True):
         with pytest.raises(PacelineError, match="elsewhere"):
             sender.settle(parcel, [fine, Delivery(PushReport(0, 0.0), met)])
 
 
 async def test_a_delta_whose_base_is_gone_goes_whole_from_all_senders(
-    start: Start, metric_reader: InMemoryMetricReader
+    start: Start, together: Callable[[int], Together], metric_reader: InMemoryMetricReader
 ) -> None:
-    receiver, together = await start(), Together.of(3)
-    await together.push(receiver, 1)
+    receiver, ours = await start(), together(3)
+    await ours.push(receiver, 1)
     await abort_version(receiver.channel, CONTEXT, P, 1)
-    report = await together.push(receiver, 2)
+    report = await ours.push(receiver, 2)
     assert report.encoding == "full"
     assert report.bytes == manifest_of(version(2), 2).total_bytes
     assert counted(metric_reader, "paceline.weights.deltas_left", reason="base") == 1
     receiver.spool.check(P, 2)
 
 
-async def test_a_sender_that_has_lost_its_base_has_all_go_whole(start: Start) -> None:
-    receiver, together = await start(), Together.of(2)
-    await together.push(receiver, 1)
-    together.senders[1].forget()
-    assert (await together.push(receiver, 2)).encoding == "full"
+async def test_a_sender_that_has_lost_its_base_has_all_go_whole(
+    start: Start, together: Callable[[int], Together]
+) -> None:
+    receiver, ours = await start(), together(2)
+    await ours.push(receiver, 1)
+    ours.senders[1].forget()
+    assert (await ours.push(receiver, 2)).encoding == "full"
     await receiver.commit(1, 2, 0)
-    assert (await together.push(receiver, 3)).encoding == "sparse_delta"
+    assert (await ours.push(receiver, 3)).encoding == "sparse_delta"
 
 
-async def test_a_number_that_is_not_finite_at_one_sender_is_told_to_all(start: Start) -> None:
-    together, given = Together.of(2), version(1)
+async def test_a_number_that_is_not_finite_at_one_sender_is_told_to_all(
+    start: Start, together: Callable[[int], Together]
+) -> None:
+    ours, given = together(2), version(1)
     words = bytearray(given[2].view)
     words[-2:] = b"\xc1\x7f"
     given[2] = NamedTensor(given[2].name, given[2].dtype, given[2].shape, bytes(words))
 
     def announce(rank: int) -> str:
         with pytest.raises(WeightsError, match="tensor l holds numbers") as refusal:
-            together.announced(rank, given, 1)
+            ours.announced(rank, given, 1)
         return refusal.value.reason
 
-    assert await together.each(announce) == ["NOT_FINITE"] * 2
+    assert await ours.each(announce) == ["NOT_FINITE"] * 2
 
 
-async def test_the_manifest_is_the_same_at_every_sender_as_one_would_announce_it() -> None:
-    together, given = Together.of(3), version(1)
-    of_all = await together.each(lambda rank: together.announced(rank, given, 1).manifest)
+async def test_the_manifest_is_the_same_at_every_sender_as_one_would_announce_it(
+    together: Callable[[int], Together],
+) -> None:
+    ours, given = together(3), version(1)
+    of_all = await ours.each(lambda rank: ours.announced(rank, given, 1).manifest)
     assert of_all == [manifest_of(given, 1)] * 3
     assert isinstance(of_all[0], pb.Manifest)

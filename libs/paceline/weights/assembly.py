@@ -6,8 +6,6 @@ Owns its buffer and which chunks are in; not where it goes next (spool, servicer
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +15,9 @@ from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 from paceline.weights.chunks import chunk_count, chunk_span, content_hash, stream_bytes
+from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import check_finite, check_manifest, target_name, views
 from paceline.weights.wire import PushChunk
-from paceline.whole_files import writing
 
 MOST_SPANS = 1 << 18
 """Of one version, in chunks that are not whole yet: what many senders leave between their parts is
@@ -41,7 +39,7 @@ class Assembly:
         check_manifest(manifest, max_bytes=manifest.total_bytes)
         self.manifest = manifest
         size = stream_bytes(manifest)
-        self.buffer = allocate(size) if directory is None else allocate_on_disk(size, directory)
+        self.buffer = allocate(size) if directory is None else ScratchFile(size, directory).memory
         self._checksums: list[int | None] = [None] * chunk_count(manifest)
         self._spans: dict[int, list[Span]] = {}  # what is here of chunks that are not whole yet
         self._count_of_spans = 0
@@ -78,9 +76,15 @@ class Assembly:
         """
         return self.missing() or [len(self._checksums) - 1]
 
-    def place(self, chunk: PushChunk) -> None:
-        """Checks a chunk, or a part of one, and copies it into its place; what is here already is
-        checked against it.
+    def check(self, chunk: PushChunk) -> None:
+        """Raises DataLoss when the checksum of a chunk's bytes is wrong."""
+        checksum = zlib.crc32(chunk.data)
+        if checksum != chunk.crc32:
+            raise self._corrupt(chunk, checksum, chunk.crc32)
+
+    def place(self, chunk: PushChunk, *, checked: bool = False) -> None:
+        """Checks a chunk, or a part of one, unless somebody has, and copies it into its place; what
+        is here already is compared with it.
 
         Raises DataLoss on a wrong checksum, InvalidInput on a wrong index or length,
         ResourceExhausted on too many parts.
@@ -96,10 +100,8 @@ class Assembly:
             )
         if self.started_s is None:
             self.started_s = time.monotonic()
-        checksum = zlib.crc32(chunk.data)
-        if checksum != chunk.crc32:
-            raise self._corrupt(chunk, checksum, chunk.crc32)
-
+        if not checked:
+            self.check(chunk)
         complete = self._checksums[index] is not None
         here = [(start, end)] if complete else self._spans.get(index, [])
         self._check_same(chunk, first, here)
@@ -111,7 +113,7 @@ class Assembly:
         if index in self._spans:
             return
         whole = (first, last) == (start, end)
-        self._checksums[index] = checksum if whole else zlib.crc32(self.buffer[start:end])
+        self._checksums[index] = chunk.crc32 if whole else zlib.crc32(self.buffer[start:end])
         self._missing -= 1
         if self.complete:
             self.finished_s = time.monotonic()
@@ -196,16 +198,3 @@ def allocate(nbytes: int) -> memoryview:
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
-
-
-def allocate_on_disk(nbytes: int, directory: Path) -> memoryview:
-    """A file without a name in the directory, mapped: the system writes out what finds no room in
-    memory, and the file goes when it is dropped.
-
-    Raises ResourceExhausted, here and not when it is written to.
-    """
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return memoryview(mmap.mmap(file.fileno(), nbytes))

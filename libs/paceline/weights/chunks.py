@@ -18,6 +18,7 @@ class ChunkPart(NamedTuple):
     offset: int  # of the first byte in the chunk
     data: memoryview
     crc32: int
+    position: int = 0  # of its first byte in the sender's file
 
 
 def stream_bytes(manifest: Manifest) -> int:

@@ -19,6 +19,7 @@ from paceline.v1.weights_pb2 import (
     TensorSpec,
     WeightEncoding,
 )
+from paceline.weights.handover import ScratchFile
 from paceline.weights.shares import (
     ALONE,
     Announced,
@@ -109,16 +110,19 @@ def unchecked_manifest(
 
 
 def check_share(
-    manifest: Manifest, held: Sequence[HeldTensor], senders: Senders = ALONE
+    manifest: Manifest,
+    held: Sequence[HeldTensor],
+    senders: Senders = ALONE,
+    file: ScratchFile | None = None,
 ) -> Announced:
     """This sender's share of a version; completes the manifest with the checksums of everybody's,
-    who all call this. Reads every byte that is held.
+    who all call this. Reads every byte that is held; all lies in the file where one is given.
 
     Raises WeightsError, at all of them, when a number is not finite; InvalidInput when the shares
     are not the version.
     """
     odd = _first_not_finite(one.tensor for one in held)
-    share = share_of(manifest, held) if odd is None else Share((), ())
+    share = share_of(manifest, held, file) if odd is None else Share((), ())
     shares = senders.exchange([odd, facts_of(share.ranges)])
     for name, _ in shares:
         if name is not None:

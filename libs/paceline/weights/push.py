@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,9 +27,9 @@ from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights.chunks import ChunkPart, cut_chunks
 from paceline.weights.delta import DELTA_DAMAGED
+from paceline.weights.handover import ScratchFile, is_here
 from paceline.weights.manifest import ENCODING_NAMES, target_name
-from paceline.weights.service import SERVICE_NAME
-from paceline.weights.wire import PushChunk, encode_push
+from paceline.weights.sending import Sending
 
 BASE_DEADLINE_S = 30.0
 SLOWEST_BYTES_PER_S = 20e6
@@ -59,6 +59,7 @@ class PushReport:
     apply_s: float = 0.0  # receiver: making the content of base and delta, checked
     replaced: bool = False  # receiver: other content of this version, which did not serve, is gone
     missing: int = 0  # chunks that other senders have to complete
+    by_file: bool = False  # handed over on one host, and not sent
 
     @property
     def transfer_s(self) -> float:
@@ -106,8 +107,11 @@ async def push_stream(
     context: CommandContext,
     *,
     deadline_s: float | None = None,
+    file: ScratchFile | None = None,
 ) -> PushReport:
     """Pushes what `cut` cuts, all of a version or a part; the report says what is missing then.
+    Where all of it lies in a file, that is handed over to a receiver on the same host that takes
+    files.
     What was damaged on its way is sent again, DAMAGED_TRIES times in all; a delta
     that the receiver cannot apply is not.
 
@@ -116,9 +120,10 @@ async def push_stream(
     """
     started_s = time.monotonic()
     deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
+    sending = Sending(channel, manifest, context, started_s + deadline_s)
     for tries_left in reversed(range(DAMAGED_TRIES)):
         try:
-            return await _push(channel, manifest, cut, context, started_s, deadline_s)
+            return await _push(sending, cut, file)
         except DataLoss as error:
             if not tries_left or error.reason == DELTA_DAMAGED:
                 raise
@@ -126,33 +131,23 @@ async def push_stream(
     raise AssertionError("the last try returns or raises")
 
 
-async def _push(
-    channel: grpc.aio.Channel,
-    manifest: pb.Manifest,
-    cut: Cut,
-    context: CommandContext,
-    started_s: float,
-    deadline_s: float,
-) -> PushReport:
-    with rpc_errors():
-        stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
-        request = pb.PrepareRequest(context=context, manifest=manifest)
-        wanted = await stub.Prepare(request, timeout=deadline_s - (time.monotonic() - started_s))
-        encoding = ENCODING_NAMES[manifest.encoding]
-        if wanted.complete:
-            return PushReport(0, time.monotonic() - started_s, encoding=encoding)
-        parts = iter(cut(wanted.wanted_chunks))
-        first = next(parts, None)
-        if first is None:  # all of this sender's is there
-            missing = len(wanted.wanted_chunks)
-            push_s = time.monotonic() - started_s
-            return PushReport(0, push_s, encoding=encoding, missing=missing)
-        push: Any = channel.stream_unary(
-            f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
-        )
-        chunks = _messages(manifest, chain([first], parts), context)
-        response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
-
+async def _push(sending: Sending, cut: Cut, file: ScratchFile | None) -> PushReport:
+    started_s = time.monotonic()
+    encoding = ENCODING_NAMES[sending.manifest.encoding]
+    wanted = await sending.prepare()
+    parts = iter(() if wanted.complete else cut(wanted.wanted_chunks))
+    first = next(parts, None)
+    if first is None:  # all of this sender's is there
+        missing = len(wanted.wanted_chunks)
+        return PushReport(0, time.monotonic() - started_s, encoding=encoding, missing=missing)
+    left: Iterable[ChunkPart] = chain([first], parts)
+    response = None
+    if file is not None and is_here(wanted.handover):
+        left = [*left]
+        response = await sending.hand_over(left, file, wanted.handover.directory)
+    by_file = response is not None
+    if response is None:
+        response = await sending.stream(left)
     return PushReport(
         bytes=response.bytes_received,
         push_s=time.monotonic() - started_s,
@@ -163,20 +158,8 @@ async def _push(
         encoding=encoding,
         apply_s=response.apply_s,
         missing=response.missing_chunks,
+        by_file=by_file,
     )
-
-
-async def _messages(
-    manifest: pb.Manifest,
-    parts: Iterable[ChunkPart],
-    context: CommandContext,
-) -> AsyncIterator[bytes]:
-    first: CommandContext | None = context
-    for index, offset, data, crc in parts:
-        yield encode_push(
-            PushChunk(manifest.target, manifest.version, index, crc, data, first, offset)
-        )
-        first = None
 
 
 async def commit_versions(

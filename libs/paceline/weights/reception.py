@@ -11,17 +11,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import DataLoss, ResourceExhausted, WeightsError
+from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.weights.assembly import Assembly
 from paceline.weights.committed_sets import Part, part_version
+from paceline.weights.handover import HANDOVER, HandoverDirectory
 from paceline.weights.manifest import target_name, whole_of
 from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.rebuild import check_base, rebuilt
 from paceline.weights.spool import Spool
+from paceline.weights.taking import take_ranges
 
 _log = get_logger(__name__)
 
@@ -58,8 +60,15 @@ class Reception:
     Its changes are to be run to their end: half of one would let a second writer in.
     """
 
-    def __init__(self, spool: Spool, hooks: WeightHooks, targets: tuple[int, ...]) -> None:
-        """`targets`: the parts that a commit needs."""
+    def __init__(
+        self,
+        spool: Spool,
+        hooks: WeightHooks,
+        targets: tuple[int, ...],
+        handover: HandoverDirectory | None,
+    ) -> None:
+        """`targets`: the parts that a commit needs; `handover`: where files are taken from."""
+        self.handover = handover
         self._spool = spool
         self._hooks = hooks
         self._targets = targets
@@ -95,7 +104,11 @@ class Reception:
                 if manifest.encoding == pb.WEIGHT_ENCODING_SPARSE_DELTA:
                     await asyncio.to_thread(check_base, self._spool, manifest)
                 assembly = self._receiving[part] = Assembly(manifest)
-            return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
+            return pb.PrepareResponse(
+                wanted_chunks=assembly.wanted(),
+                replaced=replaced,
+                handover=self.handover.described if self.handover else None,
+            )
 
     def receiving(self, part: Part, known: Assembly | None = None) -> Assembly:
         """Where the chunks of an announced version go. Raises WeightsError when none was announced,
@@ -105,6 +118,18 @@ class Reception:
         if assembly is None or (known is not None and assembly is not known):
             raise self._not_announced(part)
         return assembly
+
+    async def take(self, request: pb.TakeRequest) -> int:
+        """Places ranges of a file that is handed over as Push places chunks; returns their bytes.
+
+        Raises InvalidInput with reason HANDOVER for a file that is not taken, and what
+        Assembly.place raises.
+        """
+        part = (request.target, request.version)
+        assembly = self.receiving(part)
+        if self.handover is None:
+            raise InvalidInput("files are not taken here", reason=HANDOVER, seen=request.file)
+        return await take_ranges(lambda: self.receiving(part, assembly), request, self.handover)
 
     async def finish(self, part: Part, received: int) -> pb.PushResponse:
         """Spools and loads a version once it is complete; who comes before that is told how much

@@ -23,6 +23,7 @@ from paceline.weights.delta import (
     encode_delta,
     sampled_changes,
 )
+from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import delta_manifest, layouts, target_name
 from paceline.weights.metrics import DELTAS_LEFT
 from paceline.weights.push import DAMAGED_TRIES, PushReport, push_deadline_s, push_stream
@@ -55,6 +56,11 @@ class Parcel:
     def is_delta(self) -> bool:
         """Whether the stream stands for the content, and is not it."""
         return self.manifest is not self.whole.manifest
+
+    @property
+    def file(self) -> ScratchFile | None:
+        """Where the stream lies in the sender's file, all of it; a delta lies in memory."""
+        return None if self.is_delta else self.whole.share.file
 
     def entire(self) -> Parcel:
         """The same version as a full push."""
@@ -131,7 +137,9 @@ class WeightSender:
         manifest = parcel.manifest
         cut = partial(cut_ranges, manifest, parcel.ranges)
         try:
-            report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
+            report = await push_stream(
+                channel, manifest, cut, context, deadline_s=deadline_s, file=parcel.file
+            )
         except PacelineError as error:
             return Delivery(PushReport(0, 0.0), error)
         return Delivery(report)
@@ -232,6 +240,7 @@ def joined_report(reports: Sequence[PushReport]) -> PushReport:
         encoding=reports[0].encoding,
         apply_s=max(one.apply_s for one in reports),
         replaced=any(one.replaced for one in reports),
+        by_file=all(one.by_file or not one.bytes for one in reports),
     )
 
 

@@ -17,6 +17,7 @@ from paceline.tensors import NUMPY_CODES, NamedTensor
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.chunks import ChunkPart, content_hash, packed, stream_bytes
 from paceline.weights.crc import joined_crc32
+from paceline.weights.handover import ScratchFile
 from paceline.weights.threads import in_threads
 
 Checked = tuple[int, int, int]
@@ -51,6 +52,7 @@ class HeldTensor(NamedTuple):
     number: int  # in the manifest
     first: int  # element
     tensor: NamedTensor
+    position: int = 0  # of its first byte in the share's file
 
 
 class CheckedRange(NamedTuple):
@@ -59,6 +61,7 @@ class CheckedRange(NamedTuple):
     start: int  # in the stream
     data: memoryview
     crc32: int
+    position: int = 0  # in the share's file
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Share:
 
     held: tuple[HeldTensor, ...]
     ranges: tuple[CheckedRange, ...]
+    file: ScratchFile | None = None  # in which all of it lies
 
     @property
     def tensors(self) -> list[NamedTensor]:
@@ -86,21 +90,25 @@ def held_whole(tensors: Sequence[NamedTensor]) -> list[HeldTensor]:
     return [HeldTensor(index, 0, one) for index, one in enumerate(tensors)]
 
 
-def share_of(manifest: Manifest, held: Sequence[HeldTensor]) -> Share:
-    """Reads every byte that is held once; `held` ascends."""
+def share_of(
+    manifest: Manifest, held: Sequence[HeldTensor], file: ScratchFile | None = None
+) -> Share:
+    """Reads every byte that is held once; `held` ascends, and lies in the file where one is
+    given.
+    """
     pieces = (
         piece
-        for index, first, tensor in held
+        for one in held
         for piece in _pieces(
-            tensor.view, _byte_of(manifest, index, first, tensor), manifest.chunk_bytes
+            one.tensor.view, _byte_of(manifest, one), manifest.chunk_bytes, one.position
         )
     )
-    return Share(tuple(held), tuple(in_threads(_checked, pieces)))
+    return Share(tuple(held), tuple(in_threads(_checked, pieces)), file)
 
 
 def checked_ranges(stream: memoryview, start: int, chunk_bytes: int) -> tuple[CheckedRange, ...]:
     """Of bytes that lie in a stream from `start` on."""
-    return tuple(map(_checked, _pieces(stream, start, chunk_bytes)))
+    return tuple(map(_checked, _pieces(stream, start, chunk_bytes, 0)))
 
 
 def facts_of(ranges: Iterable[CheckedRange]) -> list[Checked]:
@@ -113,10 +121,10 @@ def cut_ranges(
 ) -> Iterator[ChunkPart]:
     """What of the wanted chunks the ranges hold."""
     chunks = set(wanted)
-    for start, data, crc in ranges:
+    for start, data, crc, position in ranges:
         index, offset = divmod(start, manifest.chunk_bytes)
         if index in chunks:
-            yield ChunkPart(index, offset, data, crc)
+            yield ChunkPart(index, offset, data, crc, position)
 
 
 def checksums_of(manifest: Manifest, tensors: Sequence[NamedTensor]) -> Checksums:
@@ -148,24 +156,25 @@ def joined_stream_hash(manifest: Manifest, shares: Iterable[Iterable[Checked]]) 
     return content_hash(_joined(checked, manifest.chunk_bytes, frozenset())[1])
 
 
-def _byte_of(manifest: Manifest, index: int, first: int, tensor: NamedTensor) -> int:
-    return (
-        int(manifest.tensors[index].offset) + first * np.dtype(NUMPY_CODES[tensor.dtype]).itemsize
-    )
+def _byte_of(manifest: Manifest, held: HeldTensor) -> int:
+    itemsize = np.dtype(NUMPY_CODES[held.tensor.dtype]).itemsize
+    return int(manifest.tensors[held.number].offset) + held.first * itemsize
 
 
-def _pieces(data: memoryview, start: int, chunk_bytes: int) -> Iterator[tuple[int, memoryview]]:
-    """(first byte in the stream, bytes) of each chunk's part."""
+def _pieces(
+    data: memoryview, start: int, chunk_bytes: int, position: int
+) -> Iterator[tuple[int, memoryview, int]]:
+    """(first byte in the stream, bytes, first byte in the file) of each chunk's part."""
     at = 0
     while at < len(data):
         end = min(len(data), at + chunk_bytes - (start + at) % chunk_bytes)
-        yield start + at, data[at:end]
+        yield start + at, data[at:end], position + at
         at = end
 
 
-def _checked(piece: tuple[int, memoryview]) -> CheckedRange:
-    start, data = piece
-    return CheckedRange(start, data, zlib.crc32(data))
+def _checked(piece: tuple[int, memoryview, int]) -> CheckedRange:
+    start, data, position = piece
+    return CheckedRange(start, data, zlib.crc32(data), position)
 
 
 def _in_order(shares: Iterable[Iterable[Checked]], total: int) -> list[Checked]:

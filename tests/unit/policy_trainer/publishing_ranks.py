@@ -147,7 +147,7 @@ def without_room(model: Path, out: Path) -> None:
         raise ResourceExhausted("no room", seen=nbytes)
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        publish.allocate_on_disk = full
+        publish.ScratchFile = full
     with pytest.raises(ResourceExhausted, match="no room"):
         publication_of(1, learner.published(), learner.shapes(), learner.config)
     assert all(torch.equal(local_of(one), before[name]) for name, one in learner.published())

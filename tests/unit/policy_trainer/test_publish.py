@@ -106,9 +106,11 @@ def test_a_disk_without_room_is_told_on_all_ranks(model_dir: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
+def spools(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[dict[int, tuple[Spool, str]]]:
     """Of the gateway and of the drafter trainer, each behind gRPC in a thread of its own; with
-    their addresses.
+    their addresses. They take files where the parameter says so.
     """
     held: dict[int, tuple[Spool, str]] = {}
     listening, ended = threading.Event(), threading.Event()
@@ -118,7 +120,10 @@ def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
         for target in (P, WEIGHT_TARGET_POLICY_HEAD):
             spool = Spool(tmp_path / f"spool-{target}")
             guard = EpochGuard(SecurityConfig())
-            servicer = WeightServicer(spool, guard, Recorder(), targets=(target,))
+            handover = tmp_path / f"handover-{target}" if request.param == "file" else None
+            servicer = WeightServicer(
+                spool, guard, Recorder(), targets=(target,), handover=handover
+            )
             servers.append(Server("127.0.0.1:0", SecurityConfig()))
             servers[-1].add(add_weight_service, servicer, SERVICE_NAME)
             held[target] = spool, f"127.0.0.1:{await servers[-1].start()}"
@@ -135,9 +140,17 @@ def spools(tmp_path: Path) -> Iterator[dict[int, tuple[Spool, str]]]:
     thread.join(patient(20))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "spools"),
+    [(1, "network"), (2, "network"), (3, "network"), (1, "file"), (3, "file")],
+    indirect=["spools"],
+)
 def test_the_spool_is_the_same_to_the_byte_however_many_ranks_have_pushed(
-    model_dir: Path, tmp_path: Path, spools: dict[int, tuple[Spool, str]], ranks: int
+    model_dir: Path,
+    tmp_path: Path,
+    spools: dict[int, tuple[Spool, str]],
+    ranks: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     (gateway, at), (drafter, head_at) = spools[P], spools[WEIGHT_TARGET_POLICY_HEAD]
     given = {
@@ -149,6 +162,8 @@ def test_the_spool_is_the_same_to_the_byte_however_many_ranks_have_pushed(
     run_ranks(publishing_ranks.pushing, ranks, tmp_path, model_dir, tmp_path, given, spoil)
     first, second, third = json.loads((tmp_path / "told.json").read_text())
     assert [first["encoding"], second["encoding"]] == ["full", "sparse_delta"]
+    assert first["by_file"] == ("file" in request.node.callspec.id)
+    assert not second["by_file"]
     assert "not finite" in third["error"]
     for spool, target in ((gateway, P), (drafter, WEIGHT_TARGET_POLICY_HEAD)):
         assert spool.prepared == {(target, 1), (target, 2)}
@@ -205,12 +220,12 @@ def test_a_publication_that_finds_no_room_takes_that_of_the_version_before(
         made.append(1)
         full[0] = False
 
-    monkeypatch.setattr(publish, "allocate_on_disk", allocate)
+    monkeypatch.setattr(publish, "ScratchFile", allocate)
     config = PolicyTrainerConfig.model_validate({"run": {"dir": str(tmp_path)}})
     with pytest.raises(ResourceExhausted, match="no space left"):
-        publish._buffer(8, config, None)
-    assert len(publish._buffer(8, config, make_room)) == 8
+        publish._file(8, config, None)
+    assert len(publish._file(8, config, make_room)) == 8
     full[0] = True
     with pytest.raises(ResourceExhausted, match="no space left"):
-        publish._buffer(8, config, lambda: made.append(2))
+        publish._file(8, config, lambda: made.append(2))
     assert made == [1, 2]
