@@ -57,7 +57,10 @@ async def receive_weights() -> None:
     """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         server = Server("127.0.0.1:0", SecurityConfig())
-        servicer = WeightServicer(Spool(Path(directory)), EpochGuard(SecurityConfig()), NoWorkers())
+        spool, handover = Path(directory) / "spool", Path(directory) / "handover"
+        servicer = WeightServicer(
+            Spool(spool), EpochGuard(SecurityConfig()), NoWorkers(), handover=handover
+        )
         server.add(add_weight_service, servicer, SERVICE_NAME)
         tell(port=await server.start())
         await asyncio.to_thread(sys.stdin.read)

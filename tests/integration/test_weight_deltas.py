@@ -26,8 +26,8 @@ from paceline.weights import (
     pull_weights,
     push_weights,
 )
+from paceline.weights.announcing import check_share, delta_manifest
 from paceline.weights.delta import HEAD, MAGIC, RECORD, EncodedDelta, encode_delta
-from paceline.weights.manifest import check_share, delta_manifest
 from paceline.weights.push import push_stream
 from paceline.weights.shares import Announced, checked_ranges, checksums_of, cut_ranges, held_whole
 

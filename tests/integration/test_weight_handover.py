@@ -30,8 +30,8 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import PushReport, WeightSender
+from paceline.weights.announcing import check_share
 from paceline.weights.handover import HandoverDirectory, ScratchFile
-from paceline.weights.manifest import check_share
 from paceline.weights.shares import Announced, HeldTensor
 
 MEMORY = Path("/dev/shm")
@@ -81,10 +81,11 @@ def range_of(start: int = 0, nbytes: int = CHUNK, **other: int) -> pb.FileRange:
 async def take(receiver: Receiver, *ranges: pb.FileRange, **other: object) -> pb.PushResponse:
     given = {"context": CONTEXT, "target": P, "version": 1, "file": NAME, **other}
     with rpc_errors():
-        response: pb.PushResponse = await WeightServiceStub(receiver.channel).Take(
+        response = await WeightServiceStub(receiver.channel).Take(
             pb.TakeRequest(ranges=ranges, **given), timeout=patient(10)
         )
-    return response
+    taken: pb.PushResponse = response.taken
+    return taken
 
 
 async def test_a_version_in_a_file_is_handed_over_and_leaves_no_name(

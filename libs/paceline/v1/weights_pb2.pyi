@@ -135,6 +135,12 @@ class TakeRequest(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[FileRange]
     def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[FileRange, _Mapping]]] = ...) -> None: ...
 
+class TakeResponse(_message.Message):
+    __slots__ = ("taken",)
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    taken: PushResponse
+    def __init__(self, taken: _Optional[_Union[PushResponse, _Mapping]] = ...) -> None: ...
+
 class PushRequest(_message.Message):
     __slots__ = ("target", "version", "chunk_index", "crc32", "context", "offset", "data")
     TARGET_FIELD_NUMBER: _ClassVar[int]

@@ -49,7 +49,7 @@ class WeightServiceStub:
         self.Take = channel.unary_unary(
                 '/paceline.v1.WeightService/Take',
                 request_serializer=paceline_dot_v1_dot_weights__pb2.TakeRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_weights__pb2.PushResponse.FromString,
+                response_deserializer=paceline_dot_v1_dot_weights__pb2.TakeResponse.FromString,
                 _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/paceline.v1.WeightService/Commit',
@@ -146,7 +146,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
             'Take': grpc.unary_unary_rpc_method_handler(
                     servicer.Take,
                     request_deserializer=paceline_dot_v1_dot_weights__pb2.TakeRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_weights__pb2.PushResponse.SerializeToString,
+                    response_serializer=paceline_dot_v1_dot_weights__pb2.TakeResponse.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -251,7 +251,7 @@ class WeightService:
             target,
             '/paceline.v1.WeightService/Take',
             paceline_dot_v1_dot_weights__pb2.TakeRequest.SerializeToString,
-            paceline_dot_v1_dot_weights__pb2.PushResponse.FromString,
+            paceline_dot_v1_dot_weights__pb2.TakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,8 @@
 Owns bytes, not models.
 """
 
-from paceline.weights.manifest import ACCEPTANCE, CONFIG, build_manifest
+from paceline.weights.announcing import build_manifest
+from paceline.weights.manifest import ACCEPTANCE, CONFIG
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.reception import WeightHooks

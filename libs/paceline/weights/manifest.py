@@ -1,7 +1,4 @@
-"""What a version consists of: building and checking a manifest.
-
-Owns the content's layout; no transport.
-"""
+"""What a version consists of: the layout of its content, and which manifests can be received."""
 
 from __future__ import annotations
 
@@ -15,24 +12,8 @@ from paceline.v1.weights_pb2 import (
     WEIGHT_ENCODING_FULL,
     WEIGHT_ENCODING_SPARSE_DELTA,
     Manifest,
-    SparseDelta,
     TensorSpec,
     WeightEncoding,
-)
-from paceline.weights.handover import ScratchFile
-from paceline.weights.shares import (
-    ALONE,
-    Announced,
-    CheckedRange,
-    HeldTensor,
-    Senders,
-    Share,
-    checked_ranges,
-    facts_of,
-    held_whole,
-    joined_checksums,
-    joined_stream_hash,
-    share_of,
 )
 from paceline.weights.threads import in_threads
 
@@ -61,30 +42,6 @@ def target_name(target: int) -> str:
     return TARGET_NAMES[target]
 
 
-def build_manifest(
-    target: WeightTarget | int,
-    version: int,
-    tensors: Sequence[NamedTensor],
-    *,
-    chunk_bytes: int = 1 << 20,
-    lm_head_hash: str = "",
-    metadata: Mapping[str, str] | None = None,
-) -> Manifest:
-    """Manifest of a full push of `tensors` in this order; reads every byte.
-
-    Raises WeightsError when a number is not finite.
-    """
-    manifest = unchecked_manifest(
-        target,
-        version,
-        [tensor.layout for tensor in tensors],
-        chunk_bytes=chunk_bytes,
-        lm_head_hash=lm_head_hash,
-        metadata=metadata,
-    )
-    return check_share(manifest, held_whole(tensors)).manifest
-
-
 def unchecked_manifest(
     target: WeightTarget | int,
     version: int,
@@ -107,50 +64,6 @@ def unchecked_manifest(
     )
     check_manifest(manifest, max_bytes=manifest.total_bytes)
     return manifest
-
-
-def check_share(
-    manifest: Manifest,
-    held: Sequence[HeldTensor],
-    senders: Senders = ALONE,
-    file: ScratchFile | None = None,
-) -> Announced:
-    """This sender's share of a version; completes the manifest with the checksums of everybody's,
-    who all call this. Reads every byte that is held; all lies in the file where one is given.
-
-    Raises WeightsError, at all of them, when a number is not finite; InvalidInput when the shares
-    are not the version.
-    """
-    odd = _first_not_finite(one.tensor for one in held)
-    share = share_of(manifest, held, file) if odd is None else Share((), ())
-    shares = senders.exchange([odd, facts_of(share.ranges)])
-    for name, _ in shares:
-        if name is not None:
-            raise _not_finite(name)
-    checksums = joined_checksums(manifest, [checked for _, checked in shares])
-    manifest.content_hash = checksums.content_hash
-    for spec, checksum in zip(manifest.tensors, checksums.tensors, strict=True):
-        spec.crc32 = checksum
-    return Announced(manifest, share)
-
-
-def delta_manifest(
-    whole: Manifest, base: Manifest, section: bytes, senders: Senders = ALONE
-) -> tuple[Manifest, tuple[CheckedRange, ...]]:
-    """The same version as `whole`, announced as a delta against `base`, both of them full: its
-    stream is everybody's sections, by rank. Beside it this sender's part of the stream.
-    """
-    sizes = senders.exchange(len(section))
-    manifest = Manifest()
-    manifest.CopyFrom(whole)
-    manifest.encoding = WEIGHT_ENCODING_SPARSE_DELTA
-    manifest.base_version = base.version
-    manifest.delta.CopyFrom(SparseDelta(nbytes=sum(sizes), base_hash=base.content_hash))
-    start = sum(sizes[: senders.rank])
-    ranges = checked_ranges(memoryview(section), start, manifest.chunk_bytes)
-    shares = senders.exchange(facts_of(ranges))
-    manifest.delta.stream_hash = joined_stream_hash(manifest, shares)
-    return manifest, ranges
 
 
 def whole_of(manifest: Manifest) -> Manifest:
@@ -177,17 +90,19 @@ def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
     """Raises WeightsError for a tensor with NaN or infinity: no version with one is served."""
-    name = _first_not_finite(tensors)
+    name = first_not_finite(tensors)
     if name is not None:
-        raise _not_finite(name)
+        raise not_finite(name)
 
 
-def _first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
+def first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
+    """Name of a tensor with NaN or infinity."""
     looked = in_threads(lambda one: (one.name, is_finite(one)), tensors)
     return next((name for name, finite in looked if not finite), None)
 
 
-def _not_finite(name: str) -> WeightsError:
+def not_finite(name: str) -> WeightsError:
+    """What to raise of such a tensor."""
     return WeightsError(
         f"tensor {name} holds numbers that are not finite",
         reason="NOT_FINITE",

@@ -17,6 +17,7 @@ from paceline.errors import PacelineError, WeightsError
 from paceline.telemetry import get_logger
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.announcing import delta_manifest
 from paceline.weights.delta import (
     DELTA_DAMAGED,
     MOST_SHARE,
@@ -24,7 +25,7 @@ from paceline.weights.delta import (
     sampled_changes,
 )
 from paceline.weights.handover import ScratchFile
-from paceline.weights.manifest import delta_manifest, layouts, target_name
+from paceline.weights.manifest import layouts, target_name
 from paceline.weights.metrics import DELTAS_LEFT
 from paceline.weights.push import DAMAGED_TRIES, PushReport, push_deadline_s, push_stream
 from paceline.weights.rebuild import DELTA_BASE

@@ -65,14 +65,14 @@ class Sending:
                     request = self._take_request(name, parts[at : at + RANGES_A_CALL])
                     with rpc_errors():
                         response = await self._stub.Take(request, timeout=self._left_s)
-                    received += response.bytes_received
+                    received += response.taken.bytes_received
         except (OSError, InvalidInput) as error:
             if isinstance(error, InvalidInput) and error.reason != HANDOVER:
                 raise
             _log.warning("not_handed_over", error=str(error))
             return None
-        response.bytes_received = received
-        taken: pb.PushResponse = response
+        taken: pb.PushResponse = response.taken
+        taken.bytes_received = received
         return taken
 
     @property

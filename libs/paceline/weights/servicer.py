@@ -110,14 +110,14 @@ class WeightServicer(WeightServiceServicer):
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._whole(self.reception.finish(part, received))
 
-    async def Take(self, request: pb.TakeRequest, context: Any) -> pb.PushResponse:
+    async def Take(self, request: pb.TakeRequest, context: Any) -> pb.TakeResponse:
         """Takes ranges of a file of a sender on this host, as Push takes chunks."""
         self._guard.check(request.context, _track_of(request.target))
         part: Part = (request.target, request.version)
         assembly = self.reception.receiving(part)
         received = await self.reception.take(request)
         _count(received, assembly, "file")
-        return await self._whole(self.reception.finish(part, received))
+        return pb.TakeResponse(taken=await self._whole(self.reception.finish(part, received)))
 
     def _check_first(self, chunk: PushChunk) -> None:
         if chunk.context is None:
