@@ -21,6 +21,7 @@ from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import GetVersionsRequest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import Delivery, Parcel, PushReport, WeightSender
+from paceline.weights.handover import remove_scratch
 from paceline.weights.push import push_deadline_s
 
 _log = get_logger(__name__)
@@ -36,6 +37,8 @@ class Publisher:
         self._runner = runner
         self._senders = senders_of_ranks()
         self._sender = WeightSender(config.publish_deltas, self._senders)
+        if self._senders.rank == 0:  # nobody has published yet
+            remove_scratch(config.checkpoints_dir)
 
     def forget(self) -> None:
         """Gives the room of the version that was pushed last back; the next goes whole."""

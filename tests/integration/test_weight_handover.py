@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import zlib
@@ -29,9 +30,9 @@ from paceline.tensors import NamedTensor
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import PushReport, WeightSender
+from paceline.weights import PushReport, WeightSender, abort_version
 from paceline.weights.announcing import check_share
-from paceline.weights.handover import HandoverDirectory, ScratchFile
+from paceline.weights.handover import HandoverDirectory, ScratchFile, remove_scratch
 from paceline.weights.shares import Announced, HeldTensor
 
 MEMORY = Path("/dev/shm")
@@ -98,6 +99,30 @@ async def test_a_version_in_a_file_is_handed_over_and_leaves_no_name(
     receiver.spool.check(P, 1)
     assert counted(metric_reader, "paceline.weights.received_bytes", way="file") == len(CONTENT)
     assert counted(metric_reader, "paceline.weights.received_bytes", way="network") == 0
+
+
+async def test_a_file_is_handed_over_again_and_goes_with_its_owner(
+    start: Start, tmp_path: Path
+) -> None:
+    receiver = await start(handover=tmp_path / "handover")
+    scratch = tmp_path / "scratch"
+    whole = announced(scratch)
+    assert os.listdir(scratch) == []
+    for _ in range(3):
+        assert (await push(receiver, whole)).by_file
+        await abort_version(receiver.channel, CONTEXT, P, 1)
+    assert len(os.listdir(scratch)) == 1
+    del whole
+    gc.collect()
+    assert os.listdir(scratch) == []
+
+
+def test_what_a_killed_sender_has_left_is_removed(tmp_path: Path) -> None:
+    for name in (".scratch-1", "checkpoint-1"):
+        (tmp_path / name).touch()
+    remove_scratch(tmp_path)
+    remove_scratch(tmp_path / "nowhere")
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
 async def test_a_large_version_is_handed_over_in_several_calls(

@@ -1,7 +1,7 @@
 """Hands weights over by a file where sender and receiver are on one host.
 
-The sender's file has no name but while it is handed over, in the one directory that the receiver
-takes files from. Its pages are shared: the receiver reads them out of the system's cache. It does
+The sender's file has a name in the one directory that the receiver takes files from while it is
+handed over. Its pages are shared: the receiver reads them out of the system's cache. It does
 not map them, because a file that is cut meanwhile would kill the process that looks at it.
 """
 
@@ -24,17 +24,20 @@ from paceline.whole_files import writing
 
 HANDOVER = "HANDOVER"
 """Reason of the error of a file that a receiver does not take: the sender has the network left."""
+_ANCHOR = ".scratch-"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ScratchFile:
-    """A file without a name in the directory, mapped: the system writes out what finds no room in
-    memory, and the file goes when it is dropped.
+    """A file in the directory, mapped: the system writes out what finds no room in memory, and the
+    file goes when it is dropped. It has no name before it is handed over.
     """
 
     def __init__(self, nbytes: int, directory: Path) -> None:
         """Raises ResourceExhausted, here and not when it is written to."""
+        self._directory = directory
+        self._anchor: Path | None = None
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._handle = _open_unnamed(directory)
@@ -47,11 +50,10 @@ class ScratchFile:
         """The file's name in a directory of the same file system, inside the block. Raises OSError
         where it cannot have one.
         """
-        name = secrets.token_hex(16)
+        name, anchor = secrets.token_hex(16), self._anchored()
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            # a folder makes Python follow the link to the file without a name
-            os.link(f"/proc/self/fd/{self._handle}", name, dst_dir_fd=folder, follow_symlinks=True)
+            os.link(anchor, name, dst_dir_fd=folder, follow_symlinks=False)
             try:
                 yield name
             finally:
@@ -59,6 +61,27 @@ class ScratchFile:
                     os.unlink(name, dir_fd=folder)
         finally:
             os.close(folder)
+
+    def _anchored(self) -> Path:
+        """A name of its own, which it keeps: one that has lost its last can never have another."""
+        if self._anchor is None:
+            anchor = self._directory.absolute() / f"{_ANCHOR}{secrets.token_hex(16)}"
+            folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # a folder makes Python follow the link to the file without a name
+                handle = f"/proc/self/fd/{self._handle}"
+                os.link(handle, anchor.name, dst_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(folder)
+            weakref.finalize(self, anchor.unlink, missing_ok=True)
+            self._anchor = anchor
+        return self._anchor
+
+
+def remove_scratch(directory: Path) -> None:
+    """Removes the files that killed processes have left in a directory, of which none is in use."""
+    for left in directory.glob(f"{_ANCHOR}*"):
+        left.unlink(missing_ok=True)
 
 
 class HandoverDirectory:
