@@ -21,6 +21,7 @@ from integration.weight_receivers import (
     D,
     P,
     Start,
+    cut_chunks,
     manifest_of,
     receivers,
     send,
@@ -55,7 +56,7 @@ from paceline.weights import (
     pull_weights,
     push_weights,
 )
-from paceline.weights.chunks import content_hash, cut_chunks
+from paceline.weights.chunks import content_hash
 from paceline.weights.push import DAMAGED_TRIES
 from paceline.weights.wire import PushChunk, encode_push
 

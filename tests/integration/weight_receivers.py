@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from paceline.weights import (
     commit_versions,
     push_weights,
 )
-from paceline.weights.chunks import cut_chunks
+from paceline.weights.chunks import chunk_span
 from paceline.weights.wire import PushChunk, encode_push
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
@@ -109,6 +109,14 @@ def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manif
     return build_manifest(
         target, version, given, chunk_bytes=CHUNK, metadata={"speculator": "eagle"}
     )
+
+
+def cut_chunks(
+    manifest: pb.Manifest, given: list[NamedTensor], indices: Iterable[int]
+) -> Iterator[tuple[int, bytes]]:
+    """(index, bytes) of chunks, as they stand in the content."""
+    content = b"".join(one.view for one in given)
+    return ((index, content[slice(*chunk_span(manifest, index))]) for index in indices)
 
 
 async def send(

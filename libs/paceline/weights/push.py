@@ -6,8 +6,7 @@ Owns deadlines; keeps no state between calls.
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,11 +24,12 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights.chunks import ChunkPart, cut_chunks
+from paceline.weights.chunks import ChunkPart
 from paceline.weights.delta import DELTA_DAMAGED
 from paceline.weights.handover import ScratchFile, is_here
 from paceline.weights.manifest import ENCODING_NAMES, target_name
 from paceline.weights.sending import Sending
+from paceline.weights.shares import cut_tensors
 
 BASE_DEADLINE_S = 30.0
 SLOWEST_BYTES_PER_S = 20e6
@@ -83,21 +83,14 @@ async def push_weights(
     """Pushes a version whole: sends the chunks the receiver wants; called again after a failure it
     sends only the rest.
 
-    Raises as push_stream does.
+    Raises as push_stream does, and InvalidInput when the tensors are not those of the manifest.
     """
-    cut = partial(_whole_chunks, manifest, tensors)
+    cut = partial(cut_tensors, manifest, tensors)
     report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
     if report.missing:
         name = f"{target_name(manifest.target)} version {manifest.version}"
         raise WeightsError(f"{name} misses chunks", seen=report.missing, allowed=0)
     return report
-
-
-def _whole_chunks(
-    manifest: pb.Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
-) -> Iterator[ChunkPart]:
-    for index, data in cut_chunks(manifest, tensors, wanted):
-        yield ChunkPart(index, 0, data, zlib.crc32(data))
 
 
 async def push_stream(

@@ -96,14 +96,8 @@ def share_of(
     """Reads every byte that is held once; `held` ascends, and lies in the file where one is
     given.
     """
-    pieces = (
-        piece
-        for one in held
-        for piece in _pieces(
-            one.tensor.view, _byte_of(manifest, one), manifest.chunk_bytes, one.position
-        )
-    )
-    return Share(tuple(held), tuple(in_threads(_checked, pieces)), file)
+    ranges = in_threads(_checked, _pieces_of(manifest, held))
+    return Share(tuple(held), tuple(ranges), file)
 
 
 def checked_ranges(stream: memoryview, start: int, chunk_bytes: int) -> tuple[CheckedRange, ...]:
@@ -125,6 +119,24 @@ def cut_ranges(
         index, offset = divmod(start, manifest.chunk_bytes)
         if index in chunks:
             yield ChunkPart(index, offset, data, crc, position)
+
+
+def cut_tensors(
+    manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
+) -> Iterator[ChunkPart]:
+    """The wanted chunks of a content that is all here, read as they are cut. Raises InvalidInput
+    when the tensors are not those of the manifest.
+    """
+    described = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]
+    given = [(one.name, one.dtype, tuple(one.shape)) for one in tensors]
+    if described != given:
+        pairs = zip(given, described, strict=False)
+        odd = next((pair for pair in pairs if pair[0] != pair[1]), (len(given), len(described)))
+        raise InvalidInput("tensors are not those of the manifest", seen=odd[0], allowed=odd[1])
+    chunks = set(wanted)
+    pieces = _pieces_of(manifest, held_whole(tensors))
+    asked = (one for one in pieces if one[0] // manifest.chunk_bytes in chunks)
+    yield from cut_ranges(manifest, map(_checked, asked), chunks)
 
 
 def checksums_of(manifest: Manifest, tensors: Sequence[NamedTensor]) -> Checksums:
@@ -159,6 +171,14 @@ def joined_stream_hash(manifest: Manifest, shares: Iterable[Iterable[Checked]]) 
 def _byte_of(manifest: Manifest, held: HeldTensor) -> int:
     itemsize = np.dtype(NUMPY_CODES[held.tensor.dtype]).itemsize
     return int(manifest.tensors[held.number].offset) + held.first * itemsize
+
+
+def _pieces_of(
+    manifest: Manifest, held: Iterable[HeldTensor]
+) -> Iterator[tuple[int, memoryview, int]]:
+    for one in held:
+        start = _byte_of(manifest, one)
+        yield from _pieces(one.tensor.view, start, manifest.chunk_bytes, one.position)
 
 
 def _pieces(
