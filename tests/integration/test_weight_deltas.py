@@ -28,6 +28,8 @@ from paceline.weights import (
 )
 from paceline.weights.announcing import check_share, delta_manifest
 from paceline.weights.delta import HEAD, MAGIC, RECORD, EncodedDelta, encode_delta
+from paceline.weights.handover import ScratchFile
+from paceline.weights.memory import available_bytes
 from paceline.weights.push import push_stream
 from paceline.weights.shares import Announced, checked_ranges, checksums_of, cut_ranges, held_whole
 
@@ -161,6 +163,30 @@ async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_
     )
     assert by_encoding(encoding="full") == 3 * total  # one of them in the spool beside it
     assert by_encoding(encoding="sparse_delta") >= sum(one.bytes for one in reports[1:])
+
+
+async def test_versions_for_which_memory_is_short_are_assembled_on_the_disk(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def noted(nbytes: int, directory: Path) -> ScratchFile:
+        made.append(nbytes)
+        return ScratchFile(nbytes, directory)
+
+    receiver, sender = await start(), WeightSender("always")
+    total = manifest_of(version(1), 1).total_bytes
+    monkeypatch.setattr("paceline.weights.spool.ScratchFile", noted)
+    monkeypatch.setattr("paceline.weights.spool.available_bytes", lambda: 2 * total - 1)
+    for number in (1, 2):
+        await push(sender, receiver, number)
+    assert made == [total, total]  # what came whole, and what was made of a delta
+    monkeypatch.undo()
+    assert files(receiver.spool.path(P, 2)) == await pushed_whole(start, tmp_path / "whole", 2)
+
+
+def test_what_memory_is_available_is_known_here() -> None:
+    assert 1 << 20 < available_bytes() < 1 << 60
 
 
 async def test_a_late_joiner_pulls_what_came_as_a_delta(start: Start) -> None:

@@ -5,18 +5,16 @@ Owns its buffer and which chunks are in; not where it goes next (spool, servicer
 
 from __future__ import annotations
 
-import mmap
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 from paceline.weights.chunks import chunk_count, chunk_span, content_hash, stream_bytes
-from paceline.weights.handover import ScratchFile
 from paceline.weights.manifest import check_finite, check_manifest, target_name, views
+from paceline.weights.memory import allocate
 from paceline.weights.wire import PushChunk
 
 MOST_SPANS = 1 << 18
@@ -32,14 +30,15 @@ class Assembly:
     writes are idempotent.
     """
 
-    def __init__(self, manifest: Manifest, directory: Path | None = None) -> None:
-        """`directory`: where the buffer lies as a file; None has it in memory. Raises InvalidInput
-        for what is no manifest, ResourceExhausted.
+    def __init__(
+        self, manifest: Manifest, allocated: Callable[[int], memoryview] = allocate
+    ) -> None:
+        """`allocated`: zeroed bytes, so many, for the buffer. Raises InvalidInput for what is no
+        manifest, ResourceExhausted.
         """
         check_manifest(manifest, max_bytes=manifest.total_bytes)
         self.manifest = manifest
-        size = stream_bytes(manifest)
-        self.buffer = allocate(size) if directory is None else ScratchFile(size, directory).memory
+        self.buffer = allocated(stream_bytes(manifest))
         self._checksums: list[int | None] = [None] * chunk_count(manifest)
         self._spans: dict[int, list[Span]] = {}  # what is here of chunks that are not whole yet
         self._count_of_spans = 0
@@ -182,19 +181,3 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
         else:
             joined.append((first, last))
     return joined
-
-
-def allocate(nbytes: int) -> memoryview:
-    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages
-    where offered.
-
-    Raises ResourceExhausted.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise ResourceExhausted("no memory for a version", seen=nbytes) from error
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)

@@ -103,7 +103,7 @@ class Reception:
                 self._spool.check_room(manifest.total_bytes + ahead)
                 if manifest.encoding == pb.WEIGHT_ENCODING_SPARSE_DELTA:
                     await asyncio.to_thread(check_base, self._spool, manifest)
-                assembly = self._receiving[part] = Assembly(manifest)
+                assembly = self._receiving[part] = Assembly(manifest, self._spool.room_for)
             return pb.PrepareResponse(
                 wanted_chunks=assembly.wanted(),
                 replaced=replaced,
