@@ -176,8 +176,8 @@ class WeightSender:
         """Manifest of a delta, and what this sender brings of it; None where somebody has no base,
         or it is more work than a full push.
         """
-        manifest, base = whole.manifest, self._base_of(whole)
-        if base is None or not self._pays(base, whole):
+        manifest, base = whole.manifest, self._base_that_pays(whole)
+        if base is None:
             return None
         tensors, limit = whole.share.tensors, int(manifest.total_bytes * MOST_BYTES)
         places = [(one.number, one.first) for one in whole.share.held]
@@ -188,29 +188,32 @@ class WeightSender:
             return None
         return delta_manifest(manifest, base.manifest, encoded.stream, self._senders)
 
-    def _base_of(self, whole: Announced) -> Announced | None:
-        """What was pushed last, where all senders have it, of the same tensors."""
-        base = self._bases.get(whole.manifest.target)
-        fits = (
-            base is not None
-            and base.manifest.version != whole.manifest.version
-            and layouts(base.manifest) == layouts(whole.manifest)
-        )
-        return base if all(self._senders.exchange(fits)) else None
-
-    def _pays(self, base: Announced, whole: Announced) -> bool:
-        """Whether a delta is less work than a full push, by how many elements have changed."""
+    def _base_that_pays(self, whole: Announced) -> Announced | None:
+        """What was pushed last, where all senders have it, of the same tensors, and so little has
+        changed since that a delta is less work than a full push.
+        """
+        if self._deltas == "never":
+            return None
         manifest = whole.manifest
-        own = sampled_changes(base.share.tensors, whole.share.tensors)
-        looks = self._senders.exchange([*own, self._full_s.get(manifest.target)])
-        share = sum(changed for changed, _, _ in looks) / max(1, sum(one for _, one, _ in looks))
-        full_s, nbytes = looks[0][2], manifest.total_bytes
-        pays = share <= MOST_SHARE and (
+        base = self._bases.get(manifest.target)
+        own = None
+        if (
+            base is not None
+            and base.manifest.version != manifest.version
+            and layouts(base.manifest) == layouts(manifest)
+        ):
+            own = sampled_changes(base.share.tensors, whole.share.tensors)
+        looks = self._senders.exchange([own, self._full_s.get(manifest.target)])
+        if any(look is None for look, _ in looks):
+            return None
+        share = sum(look[0] for look, _ in looks) / max(1, sum(look[1] for look, _ in looks))
+        full_s, nbytes = looks[0][1], manifest.total_bytes
+        if share <= MOST_SHARE and (
             self._deltas == "always" or full_s is None or delta_s(nbytes, share) < full_s * nbytes
-        )
-        if not pays:
-            self._left(manifest, "changed")
-        return bool(pays)
+        ):
+            return base
+        self._left(manifest, "changed")
+        return None
 
     def _refusal(self, parcel: Parcel, deliveries: Sequence[Delivery]) -> bool:
         """Whether the receiver cannot make the version of a delta. Raises any other error."""
