@@ -8,7 +8,7 @@ from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest, SparseDelta
 from paceline.weights.handover import ScratchFile
-from paceline.weights.manifest import first_not_finite, not_finite, unchecked_manifest
+from paceline.weights.manifest import CHUNK_BYTES, first_not_finite, not_finite, unchecked_manifest
 from paceline.weights.shares import (
     ALONE,
     Announced,
@@ -30,7 +30,7 @@ def build_manifest(
     version: int,
     tensors: Sequence[NamedTensor],
     *,
-    chunk_bytes: int = 1 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
     lm_head_hash: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> Manifest:

@@ -33,6 +33,8 @@ MAX_DOCUMENT_BYTES = 64 << 10
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 4 << 20
 """Bounds of chunk_bytes; the upper one stays below the servers' message cap (8 MiB)."""
+CHUNK_BYTES = MAX_CHUNK_BYTES
+"""Unless somebody asks for others: each message costs both event loops some of a millisecond."""
 
 
 def target_name(target: int) -> str:
@@ -47,7 +49,7 @@ def unchecked_manifest(
     version: int,
     layouts: Sequence[TensorLayout],
     *,
-    chunk_bytes: int = 1 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
     lm_head_hash: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> Manifest:

@@ -12,7 +12,7 @@ from paceline.weights.handover import HandoverDirectory, check_inside, read_rang
 from paceline.weights.threads import in_threads
 from paceline.weights.wire import PushChunk
 
-_AT_ONCE = 32
+_AT_ONCE = 8
 """Ranges in memory before they are placed."""
 
 
