@@ -24,7 +24,7 @@ from paceline.rpc import EpochGuard, Server, set_malloc_thresholds
 from paceline.streams import RedisStream, connect, decode_features
 from paceline.trajectory import VersionSet
 from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
-from paceline.weights.assembly import allocate
+from paceline.weights.memory import allocate
 
 CHUNK_HEAD = struct.Struct("<QII")
 """Raw copy: offset, length and CRC-32 of a chunk."""
@@ -57,7 +57,10 @@ async def receive_weights() -> None:
     """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         server = Server("127.0.0.1:0", SecurityConfig())
-        servicer = WeightServicer(Spool(Path(directory)), EpochGuard(SecurityConfig()), NoWorkers())
+        spool, handover = Path(directory) / "spool", Path(directory) / "handover"
+        servicer = WeightServicer(
+            Spool(spool), EpochGuard(SecurityConfig()), NoWorkers(), handover=handover
+        )
         server.add(add_weight_service, servicer, SERVICE_NAME)
         tell(port=await server.start())
         await asyncio.to_thread(sys.stdin.read)

@@ -30,10 +30,12 @@ from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import abort_version, build_manifest, push_weights
+from paceline.weights import WeightSender, abort_version, build_manifest
+from paceline.weights.announcing import check_share
+from paceline.weights.shares import held_whole
 
 MIB = 1 << 20
-PUSH_GOAL, REDIS_GOAL = 0.4, 0.15
+PUSH_GOAL, REDIS_GOAL = 0.6, 0.15
 CONTEXT = CommandContext(run_id="bench", epoch=1)
 RECEIVERS = "benchmarks.receivers"
 WARM_PAIRS = 1
@@ -99,9 +101,11 @@ async def _compare_push(
         raw = await raw_copy(stack, [tensor.view for tensor in tensors])
         to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
         manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, tensors)
+        whole = check_share(manifest, held_whole(tensors))
+        sender = WeightSender("never")
 
         async def push() -> tuple[float, float, float]:
-            report = await push_weights(to, manifest, tensors, CONTEXT)
+            report = await sender.push(to, whole, CONTEXT)
             return report.transfer_s, report.spool_s, report.fan_out_s
 
         async def forget() -> None:

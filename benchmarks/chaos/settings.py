@@ -28,7 +28,8 @@ def settings(directory: Path, seed: int, steps: int, ports: list[int]) -> Tree:
     merge(
         tree,
         {
-            "run": {"id": RUN_ID, "dir": str(run), "seed": seed},
+            # the proxies see, and break, what goes by the network
+            "run": {"id": RUN_ID, "dir": str(run), "seed": seed, "handover": False},
             "addresses": addresses,
             "telemetry": {"spans_dir": str(run / "spans")},
             "coordinator": {

@@ -3,14 +3,17 @@ bytes, from 2 million weights to two layers of a 7B model.
 
 Updates are those of AdamW at the learning rates of RL, over white gradients, with moments as they
 are after many steps. The receiver is a process of its own with a spool on the disk of temporary
-files. Runs interleave, and each ratio is of neighbours in time. "In memory" ends when the content
-is checked in the receiver's memory; `wire` is Prepare and the stream alone.
+files, and takes files from there. Runs interleave, and each ratio is of neighbours in time. "In
+memory" ends when the content is checked in the receiver's memory; `wire` is Prepare and the stream
+alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -22,6 +25,7 @@ from benchmarks.weights.costs import FAR, by_share, by_size, timed
 from benchmarks.weights.tables import (
     DELTA,
     FULL,
+    HANDED,
     LOOKED,
     RAW,
     RAW_DELTA,
@@ -36,9 +40,11 @@ from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.weights import PushReport, WeightSender, build_manifest, commit_versions
-from paceline.weights.chunks import checksums_of
+from paceline.weights.announcing import check_share
 from paceline.weights.delta import EncodedDelta, apply_delta, encode_delta
-from paceline.weights.manifest import views
+from paceline.weights.handover import ScratchFile
+from paceline.weights.manifest import unchecked_manifest, views
+from paceline.weights.shares import HeldTensor, checksums_of, held_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +92,8 @@ async def _measured(
             RAW_DELTA: await raw_copy(stack, [memoryview(encoded.stream)]),
         }
         to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
-        pushes = Pushes(to, receiver.pid, old, new)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
+        pushes = Pushes(to, receiver.pid, old, new, Path(directory))
         for repeat in range(repeats + 1):
             if repeat == 1:
                 measured = WeightRuns()  # the first was warm-up
@@ -101,33 +108,57 @@ class Pushes:
     """Pushes the versions in turns, each time under the next number."""
 
     def __init__(
-        self, to: grpc.aio.Channel, receiver: int, old: list[NamedTensor], new: list[NamedTensor]
+        self,
+        to: grpc.aio.Channel,
+        receiver: int,
+        old: list[NamedTensor],
+        new: list[NamedTensor],
+        directory: Path,
     ) -> None:
         self._to, self._receiver = to, receiver
         changed = [from_numpy(one.name, all_moved(one), "BF16") for one in new]
         self._turns = {FULL: old, DELTA: new, LOOKED: changed}
+        self._file = ScratchFile(sum(len(one.view) for one in old), directory)
+        self._in_file, position = [], 0
+        for number, one in enumerate(old):
+            data = self._file.memory[position : position + len(one.view)]
+            data[:] = one.view
+            tensor = NamedTensor(one.name, one.dtype, one.shape, data)
+            self._in_file.append(HeldTensor(number, 0, tensor, position))
+            position += len(data)
         self._version = 0
 
     async def run(self, measured: WeightRuns) -> None:
-        """A full push, a delta to it, and one whose values have all changed, which goes whole."""
+        """A full push, a delta to it, one whose values have all changed, which goes whole, and the
+        first again, by file.
+        """
         sender = WeightSender("always")
         for name, tensors in self._turns.items():
-            await self._push(name, sender, tensors, measured)
+            await self._push(name, sender, held_whole(tensors), measured)
+        await self._push(HANDED, WeightSender("never"), self._in_file, measured, self._file)
 
     async def _push(
-        self, name: str, sender: WeightSender, tensors: list[NamedTensor], measured: WeightRuns
+        self,
+        name: str,
+        sender: WeightSender,
+        held: list[HeldTensor],
+        measured: WeightRuns,
+        file: ScratchFile | None = None,
     ) -> None:
         self._version += 1
-        manifest = build_manifest(WEIGHT_TARGET_POLICY, self._version, tensors)
+        layouts = [one.tensor.layout for one in held]
+        manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, self._version, layouts)
+        whole = check_share(manifest, held, file=file)
         reports: list[PushReport] = []
 
         async def push() -> tuple[float, float, float]:
-            report = await sender.push(self._to, manifest, tensors, CONTEXT)
+            report = await sender.push(self._to, whole, CONTEXT)
             reports.append(report)
             return report.transfer_s, report.spool_s, report.fan_out_s
 
         cost = await measure(push, [self._receiver])
         assert (reports[0].encoding == "full") == (name != DELTA)
+        assert reports[0].by_file == (name == HANDED)
         measured.costs.setdefault(name, []).append(cost)
         measured.pushes.setdefault(name, []).extend(reports)
         versions = VersionSet(self._version, self._version, 0)

@@ -166,7 +166,15 @@ def is_finite(tensor: NamedTensor) -> bool:
 
 def head_hash(data: bytes | bytearray | memoryview) -> str:
     """Name of an lm_head: sha256 of its bytes, hex, first 16 characters."""
-    return hashlib.sha256(data).hexdigest()[:16]
+    return head_hash_of([data])
+
+
+def head_hash_of(parts: Iterable[bytes | bytearray | memoryview]) -> str:
+    """The same of bytes that come a piece at a time."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def safetensors_header(

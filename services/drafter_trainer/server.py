@@ -254,7 +254,14 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     spool, guard = Spool(spool_dir, keep=4), EpochGuard(config.security, spool_dir / EPOCHS)
     await _tell_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
-    weights = WeightServicer(spool, guard, HeadHooks(ranks), targets=(WEIGHT_TARGET_POLICY_HEAD,))
+    weights = WeightServicer(
+        spool,
+        guard,
+        HeadHooks(ranks),
+        targets=(WEIGHT_TARGET_POLICY_HEAD,),
+        max_bytes=config.run.max_version_bytes,
+        handover=config.run.handover_dir("drafter_trainer"),
+    )
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_weight_service, weights, WEIGHT_SERVICE)

@@ -131,9 +131,8 @@ class PolicyTrainerConfig(ServiceConfig):
     publish_deltas: Literal["auto", "always", "never"] = "auto"
     """Push what has changed since the version before in the place of all weights; receivers get the
     same bits. `auto`: where that is faster, judged by the last whole push; `always`: where at most
-    a tenth has changed, for networks whose bytes count; `never`. But for `never` rank 0 keeps that
-    version: a file without a name, as large as the published weights, beside the one of the version
-    that is pushed.
+    a tenth has changed, for networks whose bytes count; `never`. But for `never` each rank keeps
+    its rows of that version: a file without a name beside the one of the version that is pushed.
     """
     push_head: bool = True
     """Also push embed_tokens and lm_head to the drafter trainer."""

@@ -1,7 +1,7 @@
-"""Reads groups from Redis, pushes weights and sends news to the parent, on rank 0 alone.
+"""Reads groups from Redis and sends news to the parent, on rank 0 alone.
 
-It joins no collective: a call that fails raises or reports before the other ranks are waiting for
-this one.
+But for the push it joins no collective: a call that fails raises or reports before the other ranks
+are waiting for this one.
 """
 
 from __future__ import annotations
@@ -38,17 +38,13 @@ from paceline.services.policy_trainer.metrics import (
     VERSIONS_TAKEN,
     record_step,
 )
-from paceline.services.policy_trainer.publish import (
-    Publication,
-    check_same_model,
-    pull_served,
-    push,
-)
+from paceline.services.policy_trainer.publish import Publication, check_same_model, pull_served
+from paceline.services.policy_trainer.publisher import Publisher
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, link_current, names, span
 from paceline.tensors import NamedTensor
 from paceline.training.checkpoints import Resumable
-from paceline.weights import WeightSender
+from paceline.weights.manifest import layouts
 
 _log = get_logger(__name__)
 
@@ -60,7 +56,7 @@ class RankZero:
         self._config = config
         self._link = link
         self._runner = asyncio.Runner()
-        self._sender = WeightSender(config.publish_deltas)
+        self.publisher = Publisher(config, self._runner)
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
         self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
@@ -128,7 +124,7 @@ class RankZero:
         try:
             tensors = self._served_tensors(publication) or []
             if tensors:
-                check_same_model(publication.policy, tensors)
+                check_same_model(layouts(publication.policy.manifest), tensors)
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
@@ -140,25 +136,21 @@ class RankZero:
     def _served_tensors(self, publication: Publication) -> list[NamedTensor] | None:
         """As pull_served has them; none where they are damaged: then these are pushed again."""
         try:
-            return self._runner.run(pull_served(publication, self._config))
+            return self._runner.run(pull_served(publication.policy.manifest, self._config))
         except DataLoss as error:
             _log.warning("served_weights_damaged", version=publication.version, error=str(error))
             return None
 
     def push(self, command: Train, progress: Progress, publication: Publication) -> None:
-        """Tells that the step is done, pushes the version, marks its trajectories trained, tells
-        again.
+        """Tells that the step is done, pushes the version with the other ranks, marks its
+        trajectories trained, tells again. Collective up to the push.
         """
         self.tell(Stepped(command.command_id, progress))
         self.tell(Doing(f"pushes p{progress.policy_version}", "gateway"))
         try:
-            self._runner.run(self._push(command, progress, publication))
+            self._push(command, progress, publication)
         except PacelineError as error:
             self.failed(command.command_id, error)
-
-    def forget_pushed(self) -> None:
-        """Gives the room of the version that was pushed last back; the next goes whole."""
-        self._sender.forget()
 
     def release(self, through_step: int) -> None:
         """Acknowledges the entries of steps that are safe, forgets their records, and compacts the
@@ -222,10 +214,10 @@ class RankZero:
             current.set_attribute(names.ZERO_VARIANCE_GROUPS, collected.facts.zero_variance_groups)
             return collected
 
-    async def _push(self, command: Train, progress: Progress, publication: Publication) -> None:
+    def _push(self, command: Train, progress: Progress, publication: Publication) -> None:
         parent = extract(command.sender.carrier)
         with span(names.POLICY_PUBLISH, {names.RL_STEP: progress.step}, parent=parent) as current:
-            report = await push(publication, self._config, command.sender.context(), self._sender)
+            report = self.publisher.push(publication, command.sender.context())
             current.set_attribute(names.BYTES, report.bytes)
             PART_TIME.record(report.push_s, part="publish")
             PUSHED_BYTES.record(report.bytes, encoding=report.encoding)
@@ -234,14 +226,14 @@ class RankZero:
 
         for record in self._records.load():
             if record.step == progress.step:
-                await self._batcher.mark(record)
+                self._runner.run(self._batcher.mark(record))
         self.tell(
             Pushed(
                 command.command_id,
                 progress.policy_version,
                 report.bytes,
                 report.push_s,
-                publication.lm_head_hash,
+                publication.policy.manifest.lm_head_hash,
                 report.replaced,
             )
         )

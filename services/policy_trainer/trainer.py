@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from paceline.errors import DataLoss, InternalError, ResourceExhausted, Unavailable, WeightsError
+from paceline.errors import (
+    DataLoss,
+    InternalError,
+    PacelineError,
+    ResourceExhausted,
+    Unavailable,
+    WeightsError,
+)
 from paceline.ranks.messages import Doing, Impaired, Save
 from paceline.services.policy_trainer.audit import audit_figures, judged
 from paceline.services.policy_trainer.batches.batch import TrainBatch
@@ -30,7 +38,8 @@ from paceline.services.policy_trainer.messages import (
     Train,
 )
 from paceline.services.policy_trainer.metrics import CHECKPOINT_TIME, PART_TIME, UPDATES
-from paceline.services.policy_trainer.publish import Publication, gather_publication, take_served
+from paceline.services.policy_trainer.publish import Publication, publication_of, take_served
+from paceline.services.policy_trainer.publisher import Publisher
 from paceline.services.policy_trainer.rank_zero import RankZero
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, names, span
@@ -64,6 +73,7 @@ class PolicyTrainer:
         self.learner = learner
         self.zero = zero
         self.progress = Progress()
+        self._publisher = zero.publisher if zero else Publisher(config, asyncio.Runner())
         alone = dist.get_world_size() == 1
         if zero is not None:
             learner.on_micro_batch = lambda number, of: zero.tell(
@@ -135,12 +145,15 @@ class PolicyTrainer:
     def _train(self, command: Train) -> None:
         """One RL step; a step that is trained already is only pushed again."""
         self.learner.memory.enter()
-        gathered, publication = self._stepped(command)
+        publication = self._stepped(command)
         self._leave_device()
-        if not gathered:
+        if publication is None:
             return
-        if self.zero and publication:
+        if self.zero:
             self.zero.push(command, self.progress, publication)
+        else:
+            with suppress(PacelineError):  # told by rank 0
+                self._publisher.push(publication, command.sender.context())
         if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
             self.begin_checkpoint()
 
@@ -150,12 +163,12 @@ class PolicyTrainer:
             self.learner.memory.leave()
             dist.barrier()
 
-    def _stepped(self, command: Train) -> tuple[bool, Publication | None]:
-        """Whether the step was taken and its weights gathered, and on rank 0 what is pushed of
-        them; if not, the parent is told.
+    def _stepped(self, command: Train) -> Publication | None:
+        """What is pushed of the step's weights; None when it was not taken, and the parent has been
+        told.
         """
         if not self._accepts(command) or not self._goes_on_from_what_serves(command):
-            return False, None
+            return None
         if command.sender.step == self.progress.step:
             if self.zero:
                 self.zero.tell(Batched(command.command_id, self.progress.batch))
@@ -164,8 +177,8 @@ class PolicyTrainer:
             self.zero.collect(command) if self.zero else None,
             command.sender.carrier,
         ) or self._stands_still(command):
-            return False, None
-        return self._gathered(command)
+            return None
+        return self._published(command)
 
     def _accepts(self, command: Train) -> bool:
         """Whether the step is the next one or the last one again; if not, the parent is told."""
@@ -191,10 +204,10 @@ class PolicyTrainer:
         """
         if not self._resumed:
             return True
-        gathered, publication = self._gathered(command)
-        if not gathered:
+        publication = self._published(command)
+        if publication is None:
             return False
-        served = self.zero.served(command, publication) if self.zero and publication else None
+        served = self.zero.served(command, publication) if self.zero else None
         known, differs = from_rank_zero((served is not None, bool(served)))
         # Adapters cannot become what serves; a rounding in it is one more of behaviour and policy.
         if differs and not self.learner.weights.adapted:
@@ -202,20 +215,16 @@ class PolicyTrainer:
         self._resumed = not known
         return known
 
-    def _gathered(self, command: Train) -> tuple[bool, Publication | None]:
-        """Whether the weights could be gathered, and on rank 0 what is pushed of them; if not, the
-        parent is told.
-        """
+    def _published(self, command: Train) -> Publication | None:
+        """What is pushed of the weights; None when that failed, and the parent has been told."""
         weights, shapes = self.learner.published(), self.learner.shapes()
+        version, make_room = self.progress.policy_version, self._publisher.forget
         try:
-            make_room = self.zero.forget_pushed if self.zero else None
-            return True, gather_publication(
-                self.progress.policy_version, weights, shapes, self.config, make_room
-            )
-        except ResourceExhausted as error:
+            return publication_of(version, weights, shapes, self.config, make_room)
+        except (ResourceExhausted, WeightsError) as error:
             if self.zero:
                 self.zero.failed(command.command_id, error)
-            return False, None
+            return None
 
     def _stands_still(self, command: Train) -> bool:
         """Whether steps in a row were not taken; the parent is told that the run must end."""

@@ -72,9 +72,14 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
     server.add(
         add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE
     )
-    server.add(
-        add_weight_service, WeightServicer(gateway.spool, guard, gateway.weights), SERVICE_NAME
+    weights = WeightServicer(
+        gateway.spool,
+        guard,
+        gateway.weights,
+        max_bytes=config.run.max_version_bytes,
+        handover=config.run.handover_dir("gateway") if config.spool else None,
     )
+    server.add(add_weight_service, weights, SERVICE_NAME)
     add_progress(server, lambda: progress(gateway))
     await gateway.start()
     longest = gateway.router.ready.max_sequence_tokens

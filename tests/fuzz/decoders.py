@@ -64,8 +64,9 @@ from paceline.v1 import coordinator_pb2 as cpb
 from paceline.v1 import engine_pb2 as epb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1 import weights_pb2 as wpb
+from paceline.weights.announcing import build_manifest
 from paceline.weights.delta import apply_delta, encode_delta
-from paceline.weights.manifest import build_manifest, check_manifest, layouts
+from paceline.weights.manifest import check_manifest, layouts
 from paceline.weights.wire import PushChunk, decode_push, encode_push
 
 

@@ -22,6 +22,8 @@ def test_bench_pushes_versions_whole_and_as_deltas(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "w.json").read_text())
     assert [goal["goal"] for goal in facts["goals"]] == [
+        0.6,
+        0.6,
         -0.03,
         0.5,
         0.5,
@@ -34,5 +36,6 @@ def test_bench_pushes_versions_whole_and_as_deltas(tmp_path: Path) -> None:
     moved = {row["what"]: row["MB"] for row in facts["rows"] if row["section"] == "transfers"}
     assert 0 < moved["delta"] < 0.05 * moved["full push"]
     assert moved["delta"] == moved["raw TCP, the delta's bytes"]
+    assert moved["full push by file"] == moved["full push"]
     (changed,) = (row for row in facts["rows"] if row["section"] == "changed")
     assert 0.1 < changed["changed %"] < 5

@@ -26,10 +26,12 @@ from paceline.weights import (
     pull_weights,
     push_weights,
 )
-from paceline.weights.chunks import checksums_of, cut_stream
+from paceline.weights.announcing import check_share, delta_manifest
 from paceline.weights.delta import HEAD, MAGIC, RECORD, EncodedDelta, encode_delta
-from paceline.weights.manifest import delta_manifest
+from paceline.weights.handover import ScratchFile
+from paceline.weights.memory import available_bytes
 from paceline.weights.push import push_stream
+from paceline.weights.shares import Announced, checked_ranges, checksums_of, cut_ranges, held_whole
 
 FAR = 1 << 60
 
@@ -62,29 +64,33 @@ def manifest_of(given: list[NamedTensor], number: int) -> pb.Manifest:
 
 
 async def push(sender: WeightSender, receiver: Receiver, number: int) -> PushReport:
-    given = version(number)
-    return await sender.push(
-        receiver.channel, manifest_of(given, number), given, CONTEXT, deadline_s=patient(20)
-    )
+    whole = announced(version(number), number)
+    return await sender.push(receiver.channel, whole, CONTEXT, deadline_s=patient(20))
+
+
+def announced(given: list[NamedTensor], number: int) -> Announced:
+    return check_share(manifest_of(given, number), held_whole(given))
 
 
 def delta_of(number: int, base: int) -> tuple[pb.Manifest, bytes]:
     old, new = version(base), version(number)
     encoded = encode_delta(old, new, limit=FAR)
     assert encoded is not None
-    manifest = delta_manifest(manifest_of(new, number), manifest_of(old, base), encoded.stream)
+    whole, before = manifest_of(new, number), manifest_of(old, base)
+    manifest, _ = delta_manifest(whole, before, encoded.stream)
     return manifest, encoded.stream
 
 
 async def send(receiver: Receiver, manifest: pb.Manifest, stream: bytes) -> PushReport:
     """A delta of our own making."""
-    cut = partial(cut_stream, manifest, stream)
+    ranges = checked_ranges(memoryview(stream), 0, manifest.chunk_bytes)
+    cut = partial(cut_ranges, manifest, ranges)
     return await push_stream(receiver.channel, manifest, cut, CONTEXT, deadline_s=patient(20))
 
 
 def restamp(manifest: pb.Manifest, stream: bytes) -> None:
     """Has the manifest describe another stream."""
-    described = delta_manifest(
+    described, _ = delta_manifest(
         pb.Manifest(chunk_bytes=CHUNK), pb.Manifest(content_hash="base"), stream
     )
     manifest.delta.nbytes, manifest.delta.stream_hash = len(stream), described.delta.stream_hash
@@ -106,10 +112,10 @@ def files(directory: Path) -> dict[Path, bytes]:
 def ends_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """The stream of a delta ends early."""
 
-    def cut(manifest: pb.Manifest, stream: bytes, wanted: list[int]) -> object:
-        return cut_stream(manifest, stream, [*wanted][:chunks])
+    def cut(manifest: pb.Manifest, ranges: object, wanted: list[int]) -> object:
+        return cut_ranges(manifest, ranges, [one for one in wanted if one < chunks])
 
-    monkeypatch.setattr("paceline.weights.sender.cut_stream", cut)
+    monkeypatch.setattr("paceline.weights.sender.cut_ranges", cut)
 
 
 async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_a_gap(
@@ -157,6 +163,30 @@ async def test_versions_come_whole_then_as_deltas_resumed_and_whole_again_after_
     )
     assert by_encoding(encoding="full") == 3 * total  # one of them in the spool beside it
     assert by_encoding(encoding="sparse_delta") >= sum(one.bytes for one in reports[1:])
+
+
+async def test_versions_for_which_memory_is_short_are_assembled_on_the_disk(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def noted(nbytes: int, directory: Path) -> ScratchFile:
+        made.append(nbytes)
+        return ScratchFile(nbytes, directory)
+
+    receiver, sender = await start(), WeightSender("always")
+    total = manifest_of(version(1), 1).total_bytes
+    monkeypatch.setattr("paceline.weights.spool.ScratchFile", noted)
+    monkeypatch.setattr("paceline.weights.spool.available_bytes", lambda: 2 * total - 1)
+    for number in (1, 2):
+        await push(sender, receiver, number)
+    assert made == [total, total]  # what came whole, and what was made of a delta
+    monkeypatch.undo()
+    assert files(receiver.spool.path(P, 2)) == await pushed_whole(start, tmp_path / "whole", 2)
+
+
+def test_what_memory_is_available_is_known_here() -> None:
+    assert 1 << 20 < available_bytes() < 1 << 60
 
 
 async def test_a_late_joiner_pulls_what_came_as_a_delta(start: Start) -> None:
@@ -209,7 +239,7 @@ async def test_where_most_values_change_versions_go_whole(
     receiver, sender = await start(), WeightSender("always")
     await push(sender, receiver, 1)
     given = [from_numpy(one.name, as_numpy(one) + 1, one.dtype) for one in version(1)]
-    report = await sender.push(receiver.channel, manifest_of(given, 2), given, CONTEXT)
+    report = await sender.push(receiver.channel, announced(given, 2), CONTEXT)
     assert (report.encoding, report.bytes) == ("full", manifest_of(given, 2).total_bytes)
     left = partial(counted, metric_reader, "paceline.weights.deltas_left", target="policy")
     assert (left(reason="changed"), left()) == (1, 1)
@@ -296,7 +326,7 @@ def spoiled(spoil: Callable[[bytes], bytes]) -> Change:
 
 def with_record(count: int, frame: bytes) -> Callable[[bytes], bytes]:
     """A delta of one record."""
-    return lambda _: HEAD.pack(MAGIC, 1 << 20, 1) + RECORD.pack(0, 0, count, len(frame)) + frame
+    return lambda _: HEAD.pack(MAGIC, 1) + RECORD.pack(0, 0, 480_000, count, len(frame)) + frame
 
 
 def frame_of(*planes: int) -> bytes:
@@ -427,7 +457,7 @@ async def test_a_sender_whose_delta_is_refused_as_damaged_sends_the_version_whol
     await push(sender, receiver, 1)
 
     def wrong(*args: object, **options: object) -> EncodedDelta:
-        return EncodedDelta(HEAD.pack(MAGIC, 1, 0), 0, 0)
+        return EncodedDelta(HEAD.pack(MAGIC, 0), 0, 0)
 
     monkeypatch.setattr("paceline.weights.sender.encode_delta", wrong)
     assert (await push(sender, receiver, 2)).encoding == "full"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from integration.weight_receivers import (
     D,
     P,
     Start,
+    cut_chunks,
     manifest_of,
     receivers,
     send,
@@ -54,7 +56,7 @@ from paceline.weights import (
     pull_weights,
     push_weights,
 )
-from paceline.weights.chunks import content_hash, cut_chunks
+from paceline.weights.chunks import content_hash
 from paceline.weights.push import DAMAGED_TRIES
 from paceline.weights.wire import PushChunk, encode_push
 
@@ -142,7 +144,7 @@ async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
             message[-1] ^= 1
         return bytes(message)
 
-    monkeypatch.setattr("paceline.weights.push.encode_push", damage)
+    monkeypatch.setattr("paceline.weights.sending.encode_push", damage)
     pushing = push_weights(receiver.channel, manifest, given, CONTEXT)
     if times < DAMAGED_TRIES:
         assert (await pushing).bytes == manifest.total_bytes - 5 * CHUNK
@@ -246,8 +248,9 @@ async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_chang
 async def test_half_pushed_version_is_never_served(start: Start) -> None:
     receiver = await start()
     given = tensors(1)
-    with pytest.raises(WeightsError, match="misses"):
+    assert (
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
+    ).missing_chunks > 0
     with pytest.raises(WeightsError, match="not prepared") as refusal:
         await receiver.commit(1, 1, 0)
     assert (refusal.value.seen, refusal.value.allowed) == ("1", "[0]")
@@ -318,8 +321,9 @@ async def test_other_content_of_a_version_that_does_not_serve_takes_its_place(
 async def test_other_content_of_a_half_pushed_version_takes_its_place(start: Start) -> None:
     receiver = await start()
     given, others = tensors(1), tensors(2)
-    with pytest.raises(WeightsError, match="misses"):
+    assert (
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
+    ).missing_chunks > 0
     manifest = manifest_of(others, P, 1)
     report = await push_weights(receiver.channel, manifest, others, CONTEXT)
     assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
@@ -540,6 +544,21 @@ async def test_size_cap_and_foreign_target_and_stale_epoch_are_refused(start: St
         )
 
 
+async def test_a_version_that_finds_no_room_on_the_disk_is_refused_before_it_is_sent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = await start()
+    manifest = manifest_of(tensors(1), P, 1)
+    usage = shutil.disk_usage(".")._replace(free=manifest.total_bytes - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(ResourceExhausted, match="no room for a version") as refusal:
+            await wanted(receiver.channel, manifest)
+    assert refusal.value.reason == "DISK_FULL"
+    assert refusal.value.allowed == f"{manifest.total_bytes - 1} bytes are free"
+    await receiver.push(P, 1)
+
+
 async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: Start) -> None:
     receiver = await start()
     given = tensors(1)
@@ -574,8 +593,7 @@ async def test_a_half_pushed_version_below_the_serving_one_takes_no_place(start:
     receiver = await start()
     given = tensors(1)
     half = manifest_of(given, P, 1)
-    with pytest.raises(WeightsError, match="misses"):
-        await send(receiver.channel, given, half, [0, 1])
+    assert (await send(receiver.channel, given, half, [0, 1])).missing_chunks > 0
     await receiver.push(P, 2)
     await receiver.commit(1, 2, 0)
     await receiver.push(P, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from paceline.weights import (
     commit_versions,
     push_weights,
 )
-from paceline.weights.chunks import cut_chunks
+from paceline.weights.chunks import chunk_span
 from paceline.weights.wire import PushChunk, encode_push
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
@@ -111,6 +111,14 @@ def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manif
     )
 
 
+def cut_chunks(
+    manifest: pb.Manifest, given: list[NamedTensor], indices: Iterable[int]
+) -> Iterator[tuple[int, bytes]]:
+    """(index, bytes) of chunks, as they stand in the content."""
+    content = b"".join(one.view for one in given)
+    return ((index, content[slice(*chunk_span(manifest, index))]) for index in indices)
+
+
 async def send(
     to: grpc.aio.Channel,
     given: list[NamedTensor],
@@ -136,7 +144,8 @@ async def send(
         await stub.Prepare(
             pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=patient(10)
         )
-        return await push(messages(), timeout=patient(10))
+        response: pb.PushResponse = await push(messages(), timeout=patient(10))
+        return response
 
 
 async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareResponse:

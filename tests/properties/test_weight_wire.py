@@ -23,6 +23,7 @@ CHUNKS = st.builds(
     crc32=U32,
     data=st.binary(max_size=400).map(memoryview),
     context=CONTEXTS,
+    offset=U32,
 )
 
 
@@ -53,6 +54,7 @@ REQUESTS = st.builds(
     crc32=U32,
     data=st.binary(max_size=400),
     context=CONTEXTS,
+    offset=U32,
 )
 
 
@@ -65,6 +67,7 @@ def same(chunk: PushChunk, request: PushRequest) -> bool:
         chunk.crc32,
         bytes(chunk.data),
         chunk.context,
+        chunk.offset,
     )
     theirs = (
         request.target,
@@ -73,6 +76,7 @@ def same(chunk: PushChunk, request: PushRequest) -> bool:
         request.crc32,
         request.data,
         context,
+        request.offset,
     )
     return ours == theirs
 

@@ -53,7 +53,14 @@ def from_rank_zero(value: T) -> T:
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, of what JSON has, by rank; `group` consists of the first ranks."""
     own = json.dumps(value).encode()
-    return [json.loads(_bytes_of(rank, own, group)) for rank in range(dist.get_world_size(group))]
+    ranks = range(dist.get_world_size(group))
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    most = max(map(int, sizes))
+    told = [torch.empty(most, dtype=torch.uint8) for _ in ranks]
+    padded = np.frombuffer(own.ljust(most), dtype=np.uint8).copy()
+    dist.all_gather(told, torch.from_numpy(padded), group=group)
+    return [json.loads(one.numpy().tobytes()) for one in told]  # JSON ignores spaces behind it
 
 
 def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
@@ -65,15 +72,15 @@ def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
     return kind(**load(data)) if data else None
 
 
-def _bytes_of(rank: int, own: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+def _bytes_of(rank: int, own: bytes) -> bytes:
     """That rank's bytes; what the others give is ignored."""
     size = torch.tensor(len(own))
-    dist.broadcast(size, rank, group=group)
+    dist.broadcast(size, rank)
     data = torch.empty(int(size), dtype=torch.uint8)
     if rank == dist.get_rank():
         data = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
     if len(data):
-        dist.broadcast(data, rank, group=group)
+        dist.broadcast(data, rank)
     return data.numpy().tobytes()
 
 

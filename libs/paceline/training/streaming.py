@@ -1,7 +1,5 @@
-"""Moves rows of sharded tensors between their ranks and rank 0, a piece at a time, so that no rank
-holds more than one piece above its own shards.
-
-Whole tensors are there on rank 0 alone, in memory that the caller gives.
+"""Moves what is sharded between ranks, a piece at a time, so that no rank holds more than one piece
+above its own shards.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paceline.training.process import from_all_ranks
 from paceline.training.shards import rows_of
 
 PIECE_BYTES = 64 << 20
@@ -20,26 +19,29 @@ PIECE_BYTES = 64 << 20
 
 
 @torch.no_grad()
-def gather_rows(tensor: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
-    """Writes a tensor that is sharded by rows into rank 0's `into`, which is whole, on the CPU and
-    of `dtype`; None on the other ranks. A collective of the tensor's mesh.
+def convert(rows: Tensor, into: Tensor) -> None:
+    """Copies rows, on any device, into memory of the CPU that may have another dtype."""
+    step = _rows_of_piece(rows, into.dtype)
+    for start in range(0, len(rows), step):
+        piece = slice(start, start + step)
+        into[piece].copy_(rows[piece].to(into.dtype))
+
+
+def bytes_in_order(own: memoryview) -> Iterator[memoryview]:
+    """On rank 0 everybody's bytes, by rank, each piece until the next; nothing on the others, who
+    have to iterate too. Collective.
     """
-    assert isinstance(tensor, DTensor), "only what is sharded has rows elsewhere"
-    group, local = tensor.device_mesh.get_group(), tensor.to_local()
-    rank = dist.get_rank(group)
-    for owner, there, here in _pieces(tensor, dtype):
-        if rank == owner:
-            piece = local[here].to(dtype).contiguous()
-        elif rank == 0:
-            shape = (there.stop - there.start, *tensor.shape[1:])
-            piece = torch.empty(shape, dtype=dtype, device=local.device)
-            dist.recv(piece, group=group, group_src=owner)
-        else:
-            continue
-        if into is not None:
-            into[there].copy_(piece)
-        else:
-            dist.send(piece, group=group, group_dst=0)
+    rank = dist.get_rank()
+    for owner, nbytes in enumerate(from_all_ranks(len(own))):
+        for start in range(0, nbytes, PIECE_BYTES):
+            if owner == rank == 0:
+                yield own[start : start + PIECE_BYTES]
+            elif rank == owner:
+                dist.send(torch.frombuffer(own[start : start + PIECE_BYTES], dtype=torch.uint8), 0)
+            elif rank == 0:
+                piece = torch.empty(min(PIECE_BYTES, nbytes - start), dtype=torch.uint8)
+                dist.recv(piece, owner)
+                yield piece.numpy().data
 
 
 @torch.no_grad()
@@ -73,9 +75,13 @@ def _pieces(tensor: DTensor, dtype: torch.dtype) -> Iterator[tuple[int, slice, s
     (placement,) = tensor.placements
     assert placement.is_shard(0), f"only rows are sharded here, not {placement}"
     ranks, rows = tensor.device_mesh.size(), tensor.shape[0]
-    step = max(1, PIECE_BYTES * rows // max(1, tensor.numel() * dtype.itemsize))
+    step = _rows_of_piece(tensor, dtype)
     for owner in range(ranks):
         held = rows_of(rows, ranks, owner)
         for start in range(held.start, held.stop, step):
             stop = min(start + step, held.stop)
             yield owner, slice(start, stop), slice(start - held.start, stop - held.start)
+
+
+def _rows_of_piece(tensor: Tensor, dtype: torch.dtype) -> int:
+    return max(1, PIECE_BYTES * len(tensor) // max(1, tensor.numel() * dtype.itemsize))

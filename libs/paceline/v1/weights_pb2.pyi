@@ -86,44 +86,94 @@ class PrepareRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class PrepareResponse(_message.Message):
-    __slots__ = ("complete", "wanted_chunks", "replaced")
+    __slots__ = ("complete", "wanted_chunks", "replaced", "handover")
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     WANTED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     REPLACED_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     complete: bool
     wanted_chunks: _containers.RepeatedScalarFieldContainer[int]
     replaced: bool
-    def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ..., replaced: _Optional[bool] = ...) -> None: ...
+    handover: Handover
+    def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ..., replaced: _Optional[bool] = ..., handover: _Optional[_Union[Handover, _Mapping]] = ...) -> None: ...
+
+class Handover(_message.Message):
+    __slots__ = ("directory", "device", "inode", "boot_id")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    device: int
+    inode: int
+    boot_id: str
+    def __init__(self, directory: _Optional[str] = ..., device: _Optional[int] = ..., inode: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
+
+class FileRange(_message.Message):
+    __slots__ = ("start", "position", "nbytes", "crc32")
+    START_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    position: int
+    nbytes: int
+    crc32: int
+    def __init__(self, start: _Optional[int] = ..., position: _Optional[int] = ..., nbytes: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
+
+class TakeRequest(_message.Message):
+    __slots__ = ("context", "target", "version", "file", "ranges")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    target: _engine_pb2.WeightTarget
+    version: int
+    file: str
+    ranges: _containers.RepeatedCompositeFieldContainer[FileRange]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., file: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[FileRange, _Mapping]]] = ...) -> None: ...
+
+class TakeResponse(_message.Message):
+    __slots__ = ("taken",)
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    taken: PushResponse
+    def __init__(self, taken: _Optional[_Union[PushResponse, _Mapping]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("target", "version", "chunk_index", "crc32", "context", "data")
+    __slots__ = ("target", "version", "chunk_index", "crc32", "context", "offset", "data")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
     CRC32_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     target: _engine_pb2.WeightTarget
     version: int
     chunk_index: int
     crc32: int
     context: _trajectory_pb2.CommandContext
+    offset: int
     data: bytes
-    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., chunk_index: _Optional[int] = ..., crc32: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., chunk_index: _Optional[int] = ..., crc32: _Optional[int] = ..., context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("bytes_received", "receive_s", "spool_s", "fan_out_s", "apply_s")
+    __slots__ = ("bytes_received", "receive_s", "spool_s", "fan_out_s", "apply_s", "missing_chunks")
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
     SPOOL_S_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_S_FIELD_NUMBER: _ClassVar[int]
     APPLY_S_FIELD_NUMBER: _ClassVar[int]
+    MISSING_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     bytes_received: int
     receive_s: float
     spool_s: float
     fan_out_s: float
     apply_s: float
-    def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ..., apply_s: _Optional[float] = ...) -> None: ...
+    missing_chunks: int
+    def __init__(self, bytes_received: _Optional[int] = ..., receive_s: _Optional[float] = ..., spool_s: _Optional[float] = ..., fan_out_s: _Optional[float] = ..., apply_s: _Optional[float] = ..., missing_chunks: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("context", "versions", "mode", "leased_workers")

@@ -46,6 +46,11 @@ class WeightServiceStub:
                 request_serializer=paceline_dot_v1_dot_weights__pb2.PushRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_weights__pb2.PushResponse.FromString,
                 _registered_method=True)
+        self.Take = channel.unary_unary(
+                '/paceline.v1.WeightService/Take',
+                request_serializer=paceline_dot_v1_dot_weights__pb2.TakeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_weights__pb2.TakeResponse.FromString,
+                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/paceline.v1.WeightService/Commit',
                 request_serializer=paceline_dot_v1_dot_weights__pb2.CommitRequest.SerializeToString,
@@ -82,7 +87,15 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Sends the chunks; returns when all are checksummed, spooled and loaded beside the serving version.
+        """Sends chunks, or parts of them: several senders may bring one version at a time, each what it holds. The call that brings
+        the last byte returns when all is checksummed, spooled and loaded beside the serving version; the others return at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Take(self, request, context):
+        """The same as Push, from a file of a sender on the receiver's host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +142,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=paceline_dot_v1_dot_weights__pb2.PushRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_weights__pb2.PushResponse.SerializeToString,
+            ),
+            'Take': grpc.unary_unary_rpc_method_handler(
+                    servicer.Take,
+                    request_deserializer=paceline_dot_v1_dot_weights__pb2.TakeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_weights__pb2.TakeResponse.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -207,6 +225,33 @@ class WeightService:
             '/paceline.v1.WeightService/Push',
             paceline_dot_v1_dot_weights__pb2.PushRequest.SerializeToString,
             paceline_dot_v1_dot_weights__pb2.PushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Take(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.WeightService/Take',
+            paceline_dot_v1_dot_weights__pb2.TakeRequest.SerializeToString,
+            paceline_dot_v1_dot_weights__pb2.TakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

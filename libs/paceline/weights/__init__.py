@@ -3,11 +3,12 @@
 Owns bytes, not models.
 """
 
-from paceline.weights.manifest import ACCEPTANCE, CONFIG, build_manifest
+from paceline.weights.announcing import build_manifest
+from paceline.weights.manifest import ACCEPTANCE, CONFIG
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.reception import WeightHooks
-from paceline.weights.sender import WeightSender
+from paceline.weights.sender import Delivery, Parcel, WeightSender
 from paceline.weights.service import SERVICE_NAME, add_weight_service
 from paceline.weights.servicer import WeightServicer
 from paceline.weights.spool import Spool
@@ -16,6 +17,8 @@ __all__ = [
     "ACCEPTANCE",
     "CONFIG",
     "SERVICE_NAME",
+    "Delivery",
+    "Parcel",
     "PushReport",
     "Spool",
     "WeightHooks",

@@ -5,35 +5,43 @@ Owns its buffer and which chunks are in; not where it goes next (spool, servicer
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import time
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
 from paceline.weights.chunks import chunk_count, chunk_span, content_hash, stream_bytes
 from paceline.weights.manifest import check_finite, check_manifest, target_name, views
+from paceline.weights.memory import allocate
 from paceline.weights.wire import PushChunk
-from paceline.whole_files import writing
+
+MOST_SPANS = 1 << 18
+"""Of one version, in chunks that are not whole yet: what many senders leave between their parts is
+far below.
+"""
+Span = tuple[int, int]
+"""First byte in the stream, and the one behind the last."""
 
 
 class Assembly:
-    """A buffer of the stream's bytes and the checksum of each chunk received; writes are idempotent
-    by chunk.
+    """A buffer of the stream's bytes and the checksum of each chunk received, whole or in parts;
+    writes are idempotent.
     """
 
-    def __init__(self, manifest: Manifest, max_bytes: int, directory: Path | None = None) -> None:
-        """`directory`: where the buffer lies as a file; None has it in memory."""
-        check_manifest(manifest, max_bytes=max_bytes)
+    def __init__(
+        self, manifest: Manifest, allocated: Callable[[int], memoryview] = allocate
+    ) -> None:
+        """`allocated`: zeroed bytes, so many, for the buffer. Raises InvalidInput for what is no
+        manifest, ResourceExhausted.
+        """
+        check_manifest(manifest, max_bytes=manifest.total_bytes)
         self.manifest = manifest
-        size = stream_bytes(manifest)
-        self.buffer = allocate(size) if directory is None else allocate_on_disk(size, directory)
+        self.buffer = allocated(stream_bytes(manifest))
         self._checksums: list[int | None] = [None] * chunk_count(manifest)
+        self._spans: dict[int, list[Span]] = {}  # what is here of chunks that are not whole yet
+        self._count_of_spans = 0
         self._missing = len(self._checksums)
         self.started_s: float | None = None
         self.finished_s: float | None = None
@@ -67,34 +75,76 @@ class Assembly:
         """
         return self.missing() or [len(self._checksums) - 1]
 
-    def place(self, chunk: PushChunk) -> None:
-        """Checks a chunk and copies it into its place; a repeated one is checked against the first.
+    def check(self, chunk: PushChunk) -> None:
+        """Raises DataLoss when the checksum of a chunk's bytes is wrong."""
+        checksum = zlib.crc32(chunk.data)
+        if checksum != chunk.crc32:
+            raise self._corrupt(chunk, checksum, chunk.crc32)
 
-        Raises DataLoss on a wrong checksum, InvalidInput on a wrong index or length.
+    def place(self, chunk: PushChunk, *, checked: bool = False) -> None:
+        """Checks a chunk, or a part of one, unless somebody has, and copies it into its place; what
+        is here already is compared with it.
+
+        Raises DataLoss on a wrong checksum, InvalidInput on a wrong index or length,
+        ResourceExhausted on too many parts.
         """
-        start, end = chunk_span(self.manifest, chunk.chunk_index)
-        if len(chunk.data) != end - start:
+        index = chunk.chunk_index
+        start, end = chunk_span(self.manifest, index)
+        first, last = start + chunk.offset, start + chunk.offset + len(chunk.data)
+        if not first < last <= end:
             raise InvalidInput(
-                f"{self._name(chunk)} has a wrong length", seen=len(chunk.data), allowed=end - start
+                f"{self._name(chunk)} has a wrong length",
+                seen=len(chunk.data),
+                allowed=f"1 to {end - first}" if chunk.offset else end - start,
             )
-
         if self.started_s is None:
             self.started_s = time.monotonic()
-        known = self._checksums[chunk.chunk_index]
-        checksum = zlib.crc32(chunk.data)
-        if checksum != chunk.crc32 or known not in (None, checksum):
-            allowed = f"{chunk.crc32 if known is None else known:#010x}"
-            raise DataLoss(
-                f"{self._name(chunk)} is corrupt", seen=f"{checksum:#010x}", allowed=allowed
-            )
-
-        if known is not None:
+        if not checked:
+            self.check(chunk)
+        complete = self._checksums[index] is not None
+        here = [(start, end)] if complete else self._spans.get(index, [])
+        self._check_same(chunk, first, here)
+        spans = _joined([*here, (first, last)])
+        if spans == here:
             return
-        self.buffer[start:end] = chunk.data
-        self._checksums[chunk.chunk_index] = checksum
+        self._note(index, spans, len(spans) - len(here), whole=spans == [(start, end)])
+        self.buffer[first:last] = chunk.data
+        if index in self._spans:
+            return
+        whole = (first, last) == (start, end)
+        self._checksums[index] = chunk.crc32 if whole else zlib.crc32(self.buffer[start:end])
         self._missing -= 1
         if self.complete:
             self.finished_s = time.monotonic()
+
+    def _check_same(self, chunk: PushChunk, first: int, here: Sequence[Span]) -> None:
+        """Raises DataLoss where bytes of the chunk are here already, and others."""
+        for begin, end in here:
+            begin, end = max(begin, first), min(end, first + len(chunk.data))
+            if begin < end:
+                known = zlib.crc32(self.buffer[begin:end])
+                seen = zlib.crc32(chunk.data[begin - first : end - first])
+                if seen != known:
+                    raise self._corrupt(chunk, seen, known)
+
+    def _note(self, index: int, spans: list[Span], more: int, *, whole: bool) -> None:
+        """Keeps what is here of a chunk, but for one that is whole."""
+        if whole:
+            self._count_of_spans -= len(self._spans.pop(index, ()))
+            return
+        if self._count_of_spans + more > MOST_SPANS:
+            raise ResourceExhausted(
+                "parts of chunks leave too many gaps",
+                seen=self._count_of_spans + more,
+                allowed=MOST_SPANS,
+            )
+        self._spans[index] = spans
+        self._count_of_spans += more
+
+    def _corrupt(self, chunk: PushChunk, seen: int, allowed: int) -> DataLoss:
+        return DataLoss(
+            f"{self._name(chunk)} is corrupt", seen=f"{seen:#010x}", allowed=f"{allowed:#010x}"
+        )
 
     def check_content(self) -> None:
         """Raises DataLoss when the chunks are not the content, or the delta, that the manifest
@@ -122,30 +172,12 @@ class Assembly:
         )
 
 
-def allocate(nbytes: int) -> memoryview:
-    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages
-    where offered.
-
-    Raises ResourceExhausted.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=flags)
-    except OSError as error:
-        raise ResourceExhausted("no memory for a version", seen=nbytes) from error
-    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
-
-
-def allocate_on_disk(nbytes: int, directory: Path) -> memoryview:
-    """A file without a name in the directory, mapped: the system writes out what finds no room in
-    memory, and the file goes when it is dropped.
-
-    Raises ResourceExhausted, here and not when it is written to.
-    """
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return memoryview(mmap.mmap(file.fileno(), nbytes))
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """What they cover, in order."""
+    joined: list[Span] = []
+    for first, last in sorted(spans):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    return joined

@@ -1,30 +1,23 @@
-"""Cuts the stream of a version into chunks, and names contents by the checksums of theirs."""
+"""Where the chunks of a version's stream lie, and how contents are named by their checksums."""
 
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
-from paceline.tensors import NamedTensor
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest
-from paceline.weights.threads import in_threads
 
 
-class Checksums(NamedTuple):
-    """Of one content."""
+class ChunkPart(NamedTuple):
+    """What of a chunk travels at once."""
 
-    content_hash: str
-    tensors: list[int]  # TensorSpec.crc32 of each
-
-
-class _Part(NamedTuple):
-    """Where a chunk and a tensor meet."""
-
-    tensor: int
+    chunk: int  # its index
+    offset: int  # of the first byte in the chunk
     data: memoryview
+    crc32: int
+    position: int = 0  # of its first byte in the sender's file
 
 
 def stream_bytes(manifest: Manifest) -> int:
@@ -48,95 +41,13 @@ def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
     return start, min(start + manifest.chunk_bytes, stream_bytes(manifest))
 
 
-def cut_stream(
-    manifest: Manifest, stream: memoryview | bytes, wanted: Iterable[int]
-) -> Iterator[tuple[int, memoryview]]:
-    """(index, bytes) of each wanted chunk of a stream that lies in one piece."""
-    view = memoryview(stream)
-    for index in wanted:
-        start, end = chunk_span(manifest, index)
-        yield index, view[start:end]
-
-
-def cut_chunks(
-    manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
-) -> Iterator[tuple[int, memoryview]]:
-    """(index, bytes) of each wanted chunk of a full push; a view where the chunk lies within one
-    tensor, else a joined copy.
-
-    `wanted` ascends. Raises InvalidInput when the tensors are not those of the manifest.
-    """
-    for index, parts in _cut(manifest, tensors, wanted):
-        one = len(parts) == 1
-        yield index, parts[0].data if one else memoryview(b"".join(part.data for part in parts))
-
-
 def content_hash(checksums: Iterable[int]) -> str:
     """Name of a content or a stream: sha256 over the chunks' CRC-32, each a little-endian u32,
     hex.
     """
-    return hashlib.sha256(_joined(checksums)).hexdigest()
+    return hashlib.sha256(packed(checksums)).hexdigest()
 
 
-def checksums_of(manifest: Manifest, tensors: Sequence[NamedTensor]) -> Checksums:
-    """Of the content of a full push; every byte is read once, but for those of chunks in which
-    several tensors lie.
-    """
-    chunks: list[int] = []
-    parts: list[list[int]] = [[] for _ in tensors]
-    whole = _cut(manifest, tensors, range(chunk_count(manifest)))
-    for checksum, own in in_threads(_checked, (pieces for _, pieces in whole)):
-        chunks.append(checksum)
-        for tensor, crc in own:
-            parts[tensor].append(crc)
-    return Checksums(content_hash(chunks), [zlib.crc32(_joined(part)) for part in parts])
-
-
-def _checked(parts: Sequence[_Part]) -> tuple[int, list[tuple[int, int]]]:
-    """CRC-32 of a chunk, and of each of its parts."""
-    own = [(part.tensor, zlib.crc32(part.data)) for part in parts]
-    if len(own) == 1:
-        return own[0][1], own
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part.data, checksum)
-    return checksum, own
-
-
-def _joined(checksums: Iterable[int]) -> bytes:
+def packed(checksums: Iterable[int]) -> bytes:
+    """CRC-32s one behind the other, little-endian u32 each."""
     return b"".join(crc.to_bytes(4, "little") for crc in checksums)
-
-
-def _cut(
-    manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
-) -> Iterator[tuple[int, list[_Part]]]:
-    described = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]
-    given = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    if described != given:
-        odd = next(
-            (pair for pair in zip(given, described, strict=False) if pair[0] != pair[1]),
-            (len(given), len(described)),
-        )
-        raise InvalidInput("tensors are not those of the manifest", seen=odd[0], allowed=odd[1])
-
-    first = 0
-    for index in wanted:
-        start, end = chunk_span(manifest, index)
-        while manifest.tensors[first].offset + manifest.tensors[first].nbytes <= start:
-            first += 1
-        yield index, _parts(manifest, tensors, first, start, end)
-
-
-def _parts(
-    manifest: Manifest, tensors: Sequence[NamedTensor], first: int, start: int, end: int
-) -> list[_Part]:
-    """Bytes [start, end) of the content; tensor `first` holds byte `start`."""
-    parts = []
-    while start < end:
-        offset = manifest.tensors[first].offset
-        data = tensors[first].view[start - offset : end - offset]
-        if data:
-            parts.append(_Part(first, data))
-        start += len(data)
-        first += 1
-    return parts

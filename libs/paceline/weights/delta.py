@@ -1,7 +1,8 @@
 """Encodes what changed between two versions of the same tensors, and applies it: any bits, no loss.
 
-Stream: a head, then a record for each piece in which an element changed. A piece is the next
-`piece` elements of a tensor. A record's zstd frame holds of each changed element: the gap (how many
+Stream: sections, one of each sender, who holds a share of the tensors: a head, then a record for
+each piece in which an element changed. A piece is some elements of a tensor that follow each other.
+A record's zstd frame holds of each changed element: the gap (how many
 elements lie between it and the changed one before; 4 bytes), whether its bits as a number went up
 (1 bit), and by how much less 1 (the element's size, modulo it). Gaps and amounts lie as planes, the
 lowest byte of all first: a step of training moves most numbers that move by one unit in the last
@@ -26,11 +27,13 @@ from paceline.errors import DataLoss
 from paceline.tensors import NUMPY_CODES, NamedTensor
 from paceline.weights.threads import in_threads
 
-HEAD = struct.Struct("<4sII")
-"""Magic, elements of a piece, records."""
-RECORD = struct.Struct("<IIII")
-"""Index of the tensor, index of the piece in it, changed elements, bytes of the frame."""
-MAGIC = b"PLD1"
+HEAD = struct.Struct("<4sI")
+"""Magic, records."""
+RECORD = struct.Struct("<IQIII")
+"""Index of the tensor, first element of the piece in it, elements of the piece, changed elements,
+bytes of the frame.
+"""
+MAGIC = b"PLD2"
 DELTA_DAMAGED = "DELTA_DAMAGED"
 """Reason of the error of a delta that cannot be applied, or gives another version."""
 PIECE_ELEMENTS = 1 << 22
@@ -51,17 +54,17 @@ Words = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class EncodedDelta:
-    """A delta, and how much it changes."""
+    """A section of a delta, and how much it changes."""
 
     stream: bytes
     changed: int  # elements
-    elements: int  # of all tensors
+    elements: int  # of all that is held
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     tensor: int
-    index: int
+    first: int
     old: Words
     new: Words
 
@@ -80,19 +83,22 @@ def encode_delta(
     *,
     limit: int,
     piece: int = PIECE_ELEMENTS,
+    places: Sequence[tuple[int, int]] | None = None,
 ) -> EncodedDelta | None:
     """What turns `old` into `new`, tensors of the same layouts in the same order; None when that
-    takes more than `limit` bytes, found before much more is read.
+    takes more than `limit` bytes, found before much more is read. `places`: of each the index of
+    the tensor that it is a part of, and its first element there; None where they are all, whole.
     """
+    places = [(index, 0) for index in range(len(new))] if places is None else places
     records: list[bytes] = []
     size, changed = HEAD.size, 0
-    for count, record in in_threads(_encoded, _pieces(old, new, piece)):
+    for count, record in in_threads(_encoded, _pieces(old, new, places, piece)):
         if count:
             records.append(record)
             size, changed = size + len(record), changed + count
         if size > limit:
             return None
-    head = HEAD.pack(MAGIC, piece, len(records))
+    head = HEAD.pack(MAGIC, len(records))
     elements = sum(_words(one).size for one in new)
     return EncodedDelta(b"".join((head, *records)), changed, elements)
 
@@ -109,9 +115,11 @@ def apply_delta(
     return in_threads(_applied, _records(memoryview(stream), tensors))
 
 
-def sampled_share(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> float:
-    """Estimated share of elements that changed, from 4,096 of every 524,288 of each tensor."""
-    changed = total = 0.0
+def sampled_changes(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> tuple[float, int]:
+    """Estimated number of elements that changed, from 4,096 of every 524,288 of each tensor, and
+    how many there are.
+    """
+    changed, total = 0.0, 0
     for before, after in zip(old, new, strict=True):
         was, now = _words(before), _words(after)
         looked = differ = 0
@@ -121,7 +129,7 @@ def sampled_share(old: Sequence[NamedTensor], new: Sequence[NamedTensor]) -> flo
             differ += int(np.count_nonzero(was[block] != now[block]))
         changed += was.size * differ / max(looked, 1)
         total += was.size
-    return changed / max(total, 1.0)
+    return changed, total
 
 
 def _words(tensor: NamedTensor) -> Words:
@@ -129,12 +137,17 @@ def _words(tensor: NamedTensor) -> Words:
     return np.frombuffer(tensor.view, dtype=f"<u{itemsize}")
 
 
-def _pieces(old: Sequence[NamedTensor], new: Sequence[NamedTensor], piece: int) -> Iterator[_Piece]:
-    for tensor, (before, after) in enumerate(zip(old, new, strict=True)):
+def _pieces(
+    old: Sequence[NamedTensor],
+    new: Sequence[NamedTensor],
+    places: Sequence[tuple[int, int]],
+    piece: int,
+) -> Iterator[_Piece]:
+    for before, after, (tensor, first) in zip(old, new, places, strict=True):
         was, now = _words(before), _words(after)
-        for index, start in enumerate(range(0, was.size, piece)):
+        for start in range(0, was.size, piece):
             span = slice(start, start + piece)
-            yield _Piece(tensor, index, was[span], now[span])
+            yield _Piece(tensor, first + start, was[span], now[span])
 
 
 def _encoded(piece: _Piece) -> tuple[int, bytes]:
@@ -151,7 +164,8 @@ def _encoded(piece: _Piece) -> tuple[int, bytes]:
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(
         np.concatenate(planes).data
     )
-    return at.size, RECORD.pack(piece.tensor, piece.index, at.size, len(frame)) + frame
+    head = RECORD.pack(piece.tensor, piece.first, piece.new.size, at.size, len(frame))
+    return at.size, head + frame
 
 
 def _changed(old: Words, new: Words) -> tuple[npt.NDArray[np.intp], Words]:
@@ -195,33 +209,46 @@ def _numbers(planes: npt.NDArray[np.uint8], dtype: npt.DTypeLike) -> npt.NDArray
 
 
 def _records(stream: memoryview, tensors: Sequence[NamedTensor]) -> Iterator[_Record]:
-    """The records, each within its piece, as they are read; frames unread."""
-    if len(stream) < HEAD.size:
-        raise _refused("delta ends inside its head", len(stream), f">= {HEAD.size}")
-    magic, piece, records = HEAD.unpack_from(stream)
-    if magic != MAGIC or not 1 <= piece <= PIECE_ELEMENTS:
-        raise _refused("head of a delta is none", (magic, piece), (MAGIC, f"1 to {PIECE_ELEMENTS}"))
-    position, before = HEAD.size, (-1, -1)
-    for _ in range(records):
-        if len(stream) - position < RECORD.size:
-            raise _refused("delta ends inside a record", len(stream) - position, RECORD.size)
-        tensor, index, count, nbytes = RECORD.unpack_from(stream, position)
-        position += RECORD.size
-        if (tensor, index) <= before:
-            raise _refused("records of a delta do not ascend", (tensor, index), f"> {before}")
-        if tensor >= len(tensors):
-            raise _refused("tensor of a delta is out of range", tensor, f"< {len(tensors)}")
-        words = _words(tensors[tensor])[index * piece : (index + 1) * piece]
-        if not 1 <= count <= words.size:
-            about = f"piece {index} of {tensors[tensor].name}"
-            raise _refused(f"changed elements of {about}", count, f"1 to {words.size}")
-        frame = stream[position : position + nbytes]
-        if len(frame) != nbytes:
-            raise _refused("delta ends inside a frame", len(frame), nbytes)
-        yield _Record(tensors[tensor], words, count, frame)
-        position, before = position + nbytes, (tensor, index)
-    if position != len(stream):
-        raise _refused("delta goes on after its last record", len(stream), position)
+    """The records of all sections, each within its piece, as they are read; frames unread."""
+    position = 0
+    while position < len(stream) or not position:
+        if len(stream) - position < HEAD.size:
+            raise _refused("delta ends inside a head", len(stream) - position, f">= {HEAD.size}")
+        magic, records = HEAD.unpack_from(stream, position)
+        if magic != MAGIC:
+            raise _refused("head of a delta is none", magic, MAGIC)
+        position, behind = position + HEAD.size, (0, 0)
+        for _ in range(records):
+            record, behind, position = _record(stream, position, tensors, behind)
+            yield record
+
+
+def _record(
+    stream: memoryview, position: int, tensors: Sequence[NamedTensor], behind: tuple[int, int]
+) -> tuple[_Record, tuple[int, int], int]:
+    """A record at a position, the (tensor, element) that its piece ends at, and where it ends; it
+    may not begin before the one `behind` which it comes.
+    """
+    if len(stream) - position < RECORD.size:
+        raise _refused("delta ends inside a record", len(stream) - position, RECORD.size)
+    tensor, first, elements, count, nbytes = RECORD.unpack_from(stream, position)
+    if (tensor, first) < behind:
+        raise _refused("records of a delta do not ascend", (tensor, first), f">= {behind}")
+    if tensor >= len(tensors):
+        raise _refused("tensor of a delta is out of range", tensor, f"< {len(tensors)}")
+    whole = _words(tensors[tensor])
+    most = max(0, min(PIECE_ELEMENTS, whole.size - first))
+    about = f"piece {first} of {tensors[tensor].name}"
+    if not 1 <= elements <= most:
+        raise _refused(f"elements of {about}", elements, f"1 to {most}")
+    if not 1 <= count <= elements:
+        raise _refused(f"changed elements of {about}", count, f"1 to {elements}")
+    position += RECORD.size
+    frame = stream[position : position + nbytes]
+    if len(frame) != nbytes:
+        raise _refused("delta ends inside a frame", len(frame), nbytes)
+    record = _Record(tensors[tensor], whole[first : first + elements], count, frame)
+    return record, (tensor, first + elements), position + nbytes
 
 
 def _applied(record: _Record) -> NamedTensor:

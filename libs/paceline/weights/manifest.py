@@ -1,12 +1,8 @@
-"""What a version consists of: building and checking a manifest.
-
-Owns the content's layout; no transport.
-"""
+"""What a version consists of: the layout of its content, and which manifests can be received."""
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paceline.errors import InvalidInput, WeightsError
@@ -16,11 +12,10 @@ from paceline.v1.weights_pb2 import (
     WEIGHT_ENCODING_FULL,
     WEIGHT_ENCODING_SPARSE_DELTA,
     Manifest,
-    SparseDelta,
     TensorSpec,
     WeightEncoding,
 )
-from paceline.weights.chunks import checksums_of, chunk_count, content_hash, cut_stream
+from paceline.weights.threads import in_threads
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
 """Word of each encoding that is received, used in reports and metrics."""
@@ -38,6 +33,8 @@ MAX_DOCUMENT_BYTES = 64 << 10
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 4 << 20
 """Bounds of chunk_bytes; the upper one stays below the servers' message cap (8 MiB)."""
+CHUNK_BYTES = MAX_CHUNK_BYTES
+"""Unless somebody asks for others: each message costs both event loops some of a millisecond."""
 
 
 def target_name(target: int) -> str:
@@ -47,20 +44,16 @@ def target_name(target: int) -> str:
     return TARGET_NAMES[target]
 
 
-def build_manifest(
+def unchecked_manifest(
     target: WeightTarget | int,
     version: int,
-    tensors: Sequence[NamedTensor],
+    layouts: Sequence[TensorLayout],
     *,
-    chunk_bytes: int = 1 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
     lm_head_hash: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Manifest of a full push of `tensors` in this order; reads every byte.
-
-    Raises WeightsError when a number is not finite.
-    """
-    check_finite(tensors)
+    """Manifest of a full push of tensors in this order, without checksums."""
     manifest = Manifest(
         target=WeightTarget.Name(target),
         version=version,
@@ -68,26 +61,10 @@ def build_manifest(
         encoding=WEIGHT_ENCODING_FULL,
         lm_head_hash=lm_head_hash,
         metadata=metadata or {},
-        tensors=_specs(tensors),
-        total_bytes=sum(tensor.layout.nbytes for tensor in tensors),
+        tensors=_specs(layouts),
+        total_bytes=sum(layout.nbytes for layout in layouts),
     )
     check_manifest(manifest, max_bytes=manifest.total_bytes)
-    checksums = checksums_of(manifest, tensors)
-    manifest.content_hash = checksums.content_hash
-    for spec, checksum in zip(manifest.tensors, checksums.tensors, strict=True):
-        spec.crc32 = checksum
-    return manifest
-
-
-def delta_manifest(whole: Manifest, base: Manifest, stream: bytes) -> Manifest:
-    """The same version as `whole`, announced as a delta against `base`; both are full."""
-    manifest = Manifest()
-    manifest.CopyFrom(whole)
-    manifest.encoding = WEIGHT_ENCODING_SPARSE_DELTA
-    manifest.base_version = base.version
-    manifest.delta.CopyFrom(SparseDelta(nbytes=len(stream), base_hash=base.content_hash))
-    chunks = cut_stream(manifest, stream, range(chunk_count(manifest)))
-    manifest.delta.stream_hash = content_hash(zlib.crc32(data) for _, data in chunks)
     return manifest
 
 
@@ -103,27 +80,37 @@ def whole_of(manifest: Manifest) -> Manifest:
     return whole
 
 
-def _specs(tensors: Iterable[NamedTensor]) -> Iterator[TensorSpec]:
+def _specs(layouts: Iterable[TensorLayout]) -> Iterator[TensorSpec]:
     """One tensor behind the other, without a gap."""
     offset = 0
-    for tensor in tensors:
-        nbytes = tensor.layout.nbytes
+    for one in layouts:
         yield TensorSpec(
-            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, nbytes=nbytes
+            name=one.name, dtype=one.dtype, shape=one.shape, offset=offset, nbytes=one.nbytes
         )
-        offset += nbytes
+        offset += one.nbytes
 
 
 def check_finite(tensors: Iterable[NamedTensor]) -> None:
     """Raises WeightsError for a tensor with NaN or infinity: no version with one is served."""
-    for tensor in tensors:
-        if not is_finite(tensor):
-            raise WeightsError(
-                f"tensor {tensor.name} holds numbers that are not finite",
-                reason="NOT_FINITE",
-                seen="NaN or infinity",
-                allowed="finite numbers",
-            )
+    name = first_not_finite(tensors)
+    if name is not None:
+        raise not_finite(name)
+
+
+def first_not_finite(tensors: Iterable[NamedTensor]) -> str | None:
+    """Name of a tensor with NaN or infinity."""
+    looked = in_threads(lambda one: (one.name, is_finite(one)), tensors)
+    return next((name for name, finite in looked if not finite), None)
+
+
+def not_finite(name: str) -> WeightsError:
+    """What to raise of such a tensor."""
+    return WeightsError(
+        f"tensor {name} holds numbers that are not finite",
+        reason="NOT_FINITE",
+        seen="NaN or infinity",
+        allowed="finite numbers",
+    )
 
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:

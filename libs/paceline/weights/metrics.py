@@ -9,8 +9,9 @@ TARGET = ("target",)
 RECEIVED_BYTES = Counter(
     "paceline.weights.received_bytes",
     "By",
-    ("target", "encoding"),
-    "of pushed versions that arrived: `full` ones, or as a `sparse_delta` to the version before",
+    ("target", "encoding", "way"),
+    "of pushed versions that arrived: `full` ones, or as a `sparse_delta` to the version before; "
+    "by the `network`, or by a `file` of a sender on the same host",
 )
 DELTAS_LEFT = Counter(
     "paceline.weights.deltas_left",

@@ -15,7 +15,8 @@ from paceline.tensors import NamedTensor
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights.assembly import Assembly
-from paceline.weights.servicer import DEFAULT_MAX_BYTES
+from paceline.weights.handover import ScratchFile
+from paceline.weights.memory import allocate
 from paceline.weights.wire import PushChunk
 
 
@@ -33,6 +34,10 @@ async def pull_weights(
     Raises DataLoss when the bytes are not the manifest's, InvalidInput for a manifest that cannot
     be received, and what the call raises.
     """
+
+    def allocated(nbytes: int) -> memoryview:
+        return allocate(nbytes) if directory is None else ScratchFile(nbytes, directory).memory
+
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     call = stub.Pull(pb.PullRequest(target=target), timeout=deadline_s)  # type: ignore[arg-type]
     assembly: Assembly | None = None
@@ -42,7 +47,7 @@ async def pull_weights(
                 if assembly is not None:
                     assembly.place(_chunk(response.chunk))
                 elif wanted(response.manifest):
-                    assembly = Assembly(response.manifest, DEFAULT_MAX_BYTES, directory)
+                    assembly = Assembly(response.manifest, allocated)
                 else:
                     return None
     if assembly is None or not assembly.complete:

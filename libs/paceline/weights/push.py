@@ -6,15 +6,15 @@ Owns deadlines; keeps no state between calls.
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import grpc
 
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.telemetry import get_logger
@@ -24,11 +24,12 @@ from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights.chunks import cut_chunks
+from paceline.weights.chunks import ChunkPart
 from paceline.weights.delta import DELTA_DAMAGED
-from paceline.weights.manifest import ENCODING_NAMES
-from paceline.weights.service import SERVICE_NAME
-from paceline.weights.wire import PushChunk, encode_push
+from paceline.weights.handover import ScratchFile, is_here
+from paceline.weights.manifest import ENCODING_NAMES, target_name
+from paceline.weights.sending import Sending
+from paceline.weights.shares import cut_tensors
 
 BASE_DEADLINE_S = 30.0
 SLOWEST_BYTES_PER_S = 20e6
@@ -37,8 +38,8 @@ together).
 """
 COMMAND_DEADLINE_S = 60.0
 DAMAGED_TRIES = 3
-Cut = Callable[[Iterable[int]], Iterable[tuple[int, memoryview]]]
-"""(index, bytes) of each chunk that is wanted, in ascending order."""
+Cut = Callable[[Iterable[int]], Iterable[ChunkPart]]
+"""What the sender holds of each chunk that is wanted, in ascending order."""
 _log = get_logger(__name__)
 
 
@@ -57,6 +58,8 @@ class PushReport:
     encode_s: float = 0.0  # making the delta, or finding that it is not worth it
     apply_s: float = 0.0  # receiver: making the content of base and delta, checked
     replaced: bool = False  # receiver: other content of this version, which did not serve, is gone
+    missing: int = 0  # chunks that other senders have to complete
+    by_file: bool = False  # handed over on one host, and not sent
 
     @property
     def transfer_s(self) -> float:
@@ -80,11 +83,14 @@ async def push_weights(
     """Pushes a version whole: sends the chunks the receiver wants; called again after a failure it
     sends only the rest.
 
-    Raises as push_stream does.
+    Raises as push_stream does, and InvalidInput when the tensors are not those of the manifest.
     """
-    return await push_stream(
-        channel, manifest, partial(cut_chunks, manifest, tensors), context, deadline_s=deadline_s
-    )
+    cut = partial(cut_tensors, manifest, tensors)
+    report = await push_stream(channel, manifest, cut, context, deadline_s=deadline_s)
+    if report.missing:
+        name = f"{target_name(manifest.target)} version {manifest.version}"
+        raise WeightsError(f"{name} misses chunks", seen=report.missing, allowed=0)
+    return report
 
 
 async def push_stream(
@@ -94,18 +100,23 @@ async def push_stream(
     context: CommandContext,
     *,
     deadline_s: float | None = None,
+    file: ScratchFile | None = None,
 ) -> PushReport:
-    """Pushes what `cut` cuts. What was damaged on its way is sent again, DAMAGED_TRIES times in
-    all; a delta that the receiver cannot apply is not.
+    """Pushes what `cut` cuts, all of a version or a part; the report says what is missing then.
+    Where all of it lies in a file, that is handed over to a receiver on the same host that takes
+    files.
+    What was damaged on its way is sent again, DAMAGED_TRIES times in all; a delta
+    that the receiver cannot apply is not.
 
     Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
     ResourceExhausted, Unavailable, DeadlineExceeded.
     """
     started_s = time.monotonic()
     deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
+    sending = Sending(channel, manifest, context, started_s + deadline_s)
     for tries_left in reversed(range(DAMAGED_TRIES)):
         try:
-            return await _push(channel, manifest, cut, context, started_s, deadline_s)
+            return await _push(sending, cut, file)
         except DataLoss as error:
             if not tries_left or error.reason == DELTA_DAMAGED:
                 raise
@@ -113,27 +124,23 @@ async def push_stream(
     raise AssertionError("the last try returns or raises")
 
 
-async def _push(
-    channel: grpc.aio.Channel,
-    manifest: pb.Manifest,
-    cut: Cut,
-    context: CommandContext,
-    started_s: float,
-    deadline_s: float,
-) -> PushReport:
-    with rpc_errors():
-        stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
-        request = pb.PrepareRequest(context=context, manifest=manifest)
-        wanted = await stub.Prepare(request, timeout=deadline_s - (time.monotonic() - started_s))
-        encoding = ENCODING_NAMES[manifest.encoding]
-        if wanted.complete:
-            return PushReport(0, time.monotonic() - started_s, encoding=encoding)
-        push: Any = channel.stream_unary(
-            f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
-        )
-        chunks = _messages(manifest, cut(wanted.wanted_chunks), context)
-        response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
-
+async def _push(sending: Sending, cut: Cut, file: ScratchFile | None) -> PushReport:
+    started_s = time.monotonic()
+    encoding = ENCODING_NAMES[sending.manifest.encoding]
+    wanted = await sending.prepare()
+    parts = iter(() if wanted.complete else cut(wanted.wanted_chunks))
+    first = next(parts, None)
+    if first is None:  # all of this sender's is there
+        missing = len(wanted.wanted_chunks)
+        return PushReport(0, time.monotonic() - started_s, encoding=encoding, missing=missing)
+    left: Iterable[ChunkPart] = chain([first], parts)
+    response = None
+    if file is not None and is_here(wanted.handover):
+        left = [*left]
+        response = await sending.hand_over(left, file, wanted.handover.directory)
+    by_file = response is not None
+    if response is None:
+        response = await sending.stream(left)
     return PushReport(
         bytes=response.bytes_received,
         push_s=time.monotonic() - started_s,
@@ -143,20 +150,9 @@ async def _push(
         replaced=wanted.replaced,
         encoding=encoding,
         apply_s=response.apply_s,
+        missing=response.missing_chunks,
+        by_file=by_file,
     )
-
-
-async def _messages(
-    manifest: pb.Manifest,
-    chunks: Iterable[tuple[int, memoryview]],
-    context: CommandContext,
-) -> AsyncIterator[bytes]:
-    first: CommandContext | None = context
-    for index, data in chunks:
-        yield encode_push(
-            PushChunk(manifest.target, manifest.version, index, zlib.crc32(data), data, first)
-        )
-        first = None
 
 
 async def commit_versions(

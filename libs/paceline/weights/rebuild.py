@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from paceline.errors import DataLoss, NotFound, WeightsError
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.assembly import allocate
-from paceline.weights.chunks import checksums_of
 from paceline.weights.delta import DELTA_DAMAGED, apply_delta
 from paceline.weights.manifest import check_finite, layouts, target_name, views, whole_of
+from paceline.weights.shares import checksums_of
 from paceline.weights.spool import Spool
 
 DELTA_BASE = "DELTA_BASE"
@@ -32,14 +31,14 @@ def check_base(spool: Spool, manifest: Manifest) -> None:
 
 
 def rebuilt(spool: Spool, manifest: Manifest, stream: memoryview) -> memoryview:
-    """The content of the version that a delta stands for, in memory of its own, checked.
+    """The content of the version that a delta stands for, in room of its own, checked.
 
     Raises WeightsError with reason DELTA_BASE when the base is not here or not what was written,
     DataLoss with reason DELTA_DAMAGED when the delta cannot be applied or gives other content than
     the manifest names, WeightsError when a number is not finite.
     """
     check_base(spool, manifest)
-    content = allocate(manifest.total_bytes)
+    content = spool.room_for(manifest.total_bytes)
     try:
         spool.read_content(manifest.target, manifest.base_version, content)
         check_finite(apply_delta(stream, views(manifest, content)))

@@ -11,17 +11,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import DataLoss, ResourceExhausted, WeightsError
+from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.weights.assembly import Assembly
 from paceline.weights.committed_sets import Part, part_version
+from paceline.weights.handover import HANDOVER, HandoverDirectory
 from paceline.weights.manifest import target_name, whole_of
 from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.rebuild import check_base, rebuilt
 from paceline.weights.spool import Spool
+from paceline.weights.taking import take_ranges
 
 _log = get_logger(__name__)
 
@@ -59,13 +61,17 @@ class Reception:
     """
 
     def __init__(
-        self, spool: Spool, hooks: WeightHooks, targets: tuple[int, ...], max_bytes: int
+        self,
+        spool: Spool,
+        hooks: WeightHooks,
+        targets: tuple[int, ...],
+        handover: HandoverDirectory | None,
     ) -> None:
-        """`targets`: the parts that a commit needs; `max_bytes`: of one version's stream."""
+        """`targets`: the parts that a commit needs; `handover`: where files are taken from."""
+        self.handover = handover
         self._spool = spool
         self._hooks = hooks
         self._targets = targets
-        self._max_bytes = max_bytes
         self._receiving: dict[Part, Assembly] = {}
         self._loaded: set[Part] = set()  # given to on_prepared and not yet committed or aborted
         self._writer = asyncio.Lock()
@@ -78,7 +84,8 @@ class Reception:
     async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         """The chunks still wanted of a version, whose buffer is there.
 
-        Raises WeightsError with reason DELTA_BASE for a delta whose base is not here.
+        Raises WeightsError with reason DELTA_BASE for a delta whose base is not here,
+        ResourceExhausted where the version finds no room.
         """
         part = (manifest.target, manifest.version)
         async with self._writer:
@@ -92,10 +99,16 @@ class Reception:
                 return pb.PrepareResponse(complete=True)
             if assembly is None:
                 self._admit(part)
+                ahead = sum(one.manifest.total_bytes for one in self._receiving.values())
+                self._spool.check_room(manifest.total_bytes + ahead)
                 if manifest.encoding == pb.WEIGHT_ENCODING_SPARSE_DELTA:
                     await asyncio.to_thread(check_base, self._spool, manifest)
-                assembly = self._receiving[part] = Assembly(manifest, self._max_bytes)
-            return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
+                assembly = self._receiving[part] = Assembly(manifest, self._spool.room_for)
+            return pb.PrepareResponse(
+                wanted_chunks=assembly.wanted(),
+                replaced=replaced,
+                handover=self.handover.described if self.handover else None,
+            )
 
     def receiving(self, part: Part, known: Assembly | None = None) -> Assembly:
         """Where the chunks of an announced version go. Raises WeightsError when none was announced,
@@ -106,8 +119,22 @@ class Reception:
             raise self._not_announced(part)
         return assembly
 
+    async def take(self, request: pb.TakeRequest) -> int:
+        """Places ranges of a file that is handed over as Push places chunks; returns their bytes.
+
+        Raises InvalidInput with reason HANDOVER for a file that is not taken, and what
+        Assembly.place raises.
+        """
+        part = (request.target, request.version)
+        assembly = self.receiving(part)
+        if self.handover is None:
+            raise InvalidInput("files are not taken here", reason=HANDOVER, seen=request.file)
+        return await take_ranges(lambda: self.receiving(part, assembly), request, self.handover)
+
     async def finish(self, part: Part, received: int) -> pb.PushResponse:
-        """Spools and loads a complete version; a second push of the same version finds it done."""
+        """Spools and loads a version once it is complete; who comes before that is told how much
+        is missing, who comes later finds it done.
+        """
         async with self._writer:
             assembly = self._receiving.get(part)
             if assembly is None:
@@ -115,9 +142,11 @@ class Reception:
                     return pb.PushResponse(bytes_received=received)
                 raise self._not_announced(part)
             if not assembly.complete:
-                missing = assembly.missing()
-                raise WeightsError(
-                    f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on"
+                missing = len(assembly.missing())
+                return pb.PushResponse(
+                    bytes_received=received,
+                    receive_s=assembly.receive_s,
+                    missing_chunks=missing,
                 )
             apply_started_s = time.monotonic()
             content = await self._content(part, assembly)

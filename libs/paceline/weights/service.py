@@ -23,6 +23,7 @@ def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server)
         )
         for name, request, response in (
             ("Prepare", pb.PrepareRequest, pb.PrepareResponse),
+            ("Take", pb.TakeRequest, pb.TakeResponse),
             ("Commit", pb.CommitRequest, pb.CommitResponse),
             ("Abort", pb.AbortRequest, pb.AbortResponse),
             ("GetVersions", pb.GetVersionsRequest, pb.GetVersionsResponse),

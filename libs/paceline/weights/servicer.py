@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import InvalidInput
@@ -22,6 +24,7 @@ from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.chunks import chunk_count
 from paceline.weights.committed_sets import Part, part_version
+from paceline.weights.handover import HandoverDirectory
 from paceline.weights.manifest import ENCODING_NAMES, check_manifest, target_name
 from paceline.weights.metrics import RECEIVED_BYTES
 from paceline.weights.reception import Reception, WeightHooks
@@ -29,9 +32,6 @@ from paceline.weights.spool import Spool
 from paceline.weights.wire import PushChunk
 
 T = TypeVar("T")
-
-DEFAULT_MAX_BYTES = 32 << 30
-"""Largest stream of one version; two of each target may be in memory at a time."""
 
 
 class WeightServicer(WeightServiceServicer):
@@ -48,13 +48,18 @@ class WeightServicer(WeightServiceServicer):
         hooks: WeightHooks,
         *,
         targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int = 0,
+        handover: Path | None = None,
     ) -> None:
-        self.reception = Reception(spool, hooks, targets, max_bytes)
+        """`max_bytes`: of one version's content; 0: what finds room on the spool's disk.
+        `handover`: directory from which files of senders on this host are taken.
+        """
+        directory = HandoverDirectory(handover) if handover else None
+        self.reception = Reception(spool, hooks, targets, directory)
         self._spool = spool
         self._guard = guard
         self._targets = targets
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes or sys.maxsize
         self._changes: set[asyncio.Task[Any]] = set()
 
     @property
@@ -99,13 +104,20 @@ class WeightServicer(WeightServiceServicer):
                 received += len(chunk.data)
         finally:
             if assembly is not None:
-                encoding = ENCODING_NAMES[assembly.manifest.encoding]
-                target = target_name(assembly.manifest.target)
-                RECEIVED_BYTES.record(received, target=target, encoding=encoding)
+                _count(received, assembly, "network")
 
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._whole(self.reception.finish(part, received))
+
+    async def Take(self, request: pb.TakeRequest, context: Any) -> pb.TakeResponse:
+        """Takes ranges of a file of a sender on this host, as Push takes chunks."""
+        self._guard.check(request.context, _track_of(request.target))
+        part: Part = (request.target, request.version)
+        assembly = self.reception.receiving(part)
+        received = await self.reception.take(request)
+        _count(received, assembly, "file")
+        return pb.TakeResponse(taken=await self._whole(self.reception.finish(part, received)))
 
     def _check_first(self, chunk: PushChunk) -> None:
         if chunk.context is None:
@@ -184,6 +196,12 @@ class WeightServicer(WeightServiceServicer):
 
     def _prepared_versions(self, target: int) -> list[int]:
         return sorted(version for kind, version in self._spool.prepared if kind == target)
+
+
+def _count(received: int, assembly: Assembly, way: str) -> None:
+    encoding = ENCODING_NAMES[assembly.manifest.encoding]
+    target = target_name(assembly.manifest.target)
+    RECEIVED_BYTES.record(received, target=target, encoding=encoding, way=way)
 
 
 def _track_of(target: int) -> Track:

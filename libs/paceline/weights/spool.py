@@ -25,6 +25,7 @@ from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.chunks import chunk_span
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
+from paceline.weights.handover import ScratchFile
 from paceline.weights.integrity import (
     MANIFEST,
     TENSORS,
@@ -34,9 +35,10 @@ from paceline.weights.integrity import (
     read_manifest,
 )
 from paceline.weights.manifest import DOCUMENTS, TARGET_NAMES, check_manifest, target_name
+from paceline.weights.memory import allocate, available_bytes
 from paceline.weights.metrics import VERSIONS_DAMAGED
 from paceline.weights.threads import in_threads
-from paceline.whole_files import TEMPORARY, sync_path, write_synced, writing
+from paceline.whole_files import DISK_FULL, TEMPORARY, sync_path, write_synced, writing
 
 _log = get_logger(__name__)
 _READ_BYTES = 16 << 20
@@ -127,6 +129,28 @@ class Spool:
             _log.error("version_damaged", version=path.name, error=str(error))
             raise
         self._damaged.discard((target, version))
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises ResourceExhausted, with the reason of a full disk, when so many bytes more do not
+        find room here.
+        """
+        free = shutil.disk_usage(self._directory).free
+        if nbytes > free:
+            raise ResourceExhausted(
+                f"no room for a version in {self._directory}",
+                reason=DISK_FULL,
+                seen=f"{nbytes} bytes",
+                allowed=f"{free} bytes are free",
+            )
+
+    def room_for(self, nbytes: int) -> memoryview:
+        """Zeroed bytes for a version that is to be written: in memory, or, where they would take
+        more than half of what is available, in a file of its own here. Raises ResourceExhausted.
+        """
+        if nbytes <= available_bytes() // 2:
+            return allocate(nbytes)
+        _log.warning("version_assembled_on_disk", bytes=nbytes)
+        return ScratchFile(nbytes, self._directory).memory
 
     def check_sets(self) -> None:
         """Raises DataLoss until the next commit when versions.json was damaged at the start."""

@@ -21,7 +21,7 @@ _TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = (
     0x18,
     0x20,
 )
-_CONTEXT, _DATA = 0x2A, 0x7A
+_CONTEXT, _OFFSET, _DATA = 0x2A, 0x30, 0x7A
 _MAX_FIELDS = 64
 """Fields of one message at most, far above those that it has: each unknown one costs a microsecond
 of the event loop.
@@ -40,6 +40,7 @@ class PushChunk:
     crc32: int
     data: memoryview
     context: CommandContext | None = None
+    offset: int = 0
 
 
 def encode_push(chunk: PushChunk) -> bytes:
@@ -60,6 +61,9 @@ def encode_push(chunk: PushChunk) -> bytes:
         head.append(_CONTEXT)
         _write_varint(head, len(context))
         head += context
+    if chunk.offset:
+        head.append(_OFFSET)
+        _write_varint(head, chunk.offset)
 
     head.append(_DATA)
     _write_varint(head, len(chunk.data))
@@ -72,7 +76,7 @@ def decode_push(message: bytes) -> PushChunk:
     Unknown fields are skipped.
     """
     view = memoryview(message)
-    numbers = {_TARGET: 0, _VERSION: 0, _CHUNK_INDEX: 0, _CRC32: 0}
+    numbers = {_TARGET: 0, _VERSION: 0, _CHUNK_INDEX: 0, _CRC32: 0, _OFFSET: 0}
     data, context = view[:0], None
     position = fields = 0
     try:
@@ -104,6 +108,7 @@ def decode_push(message: bytes) -> PushChunk:
         crc32=numbers[_CRC32] & _U32,
         data=data,
         context=context,
+        offset=numbers[_OFFSET] & _U32,
     )
 
 

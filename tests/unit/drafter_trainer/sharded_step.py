@@ -103,17 +103,17 @@ def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner)
         members.meet()
         writer.write(state, 1, members.writing)
     else:
-        begun, broadcast = threading.Event(), dist.broadcast
+        begun, gather = threading.Event(), dist.all_gather
 
         def announced(*args: Any, **kwargs: Any) -> None:
             begun.set()
-            broadcast(*args, **kwargs)
+            gather(*args, **kwargs)
 
-        dist.broadcast = announced
+        dist.all_gather = announced
         writer.write(state, 1, members.writing)
         assert members.size == 1 or begun.wait(30)
         members.meet()
-        dist.broadcast = broadcast
+        dist.all_gather = gather
     writer.wait()
 
 

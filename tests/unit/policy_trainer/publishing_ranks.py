@@ -1,9 +1,11 @@
-"""One rank of the tests of publication and export: what rank 0 is given, and what each rank held."""
+"""One rank of the tests of publication and export: what each publishes, and what it held."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,22 +15,26 @@ from safetensors.torch import save_file
 from unit.policy_trainer.held import Held
 from unit.policy_trainer.sharded_step import trajectories, whole
 
-from paceline.errors import ResourceExhausted
+from paceline.errors import ResourceExhausted, WeightsError
 from paceline.services.policy_trainer import publish
 from paceline.services.policy_trainer.batches.batch import make_batch
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.services.policy_trainer.learn.parallel import form_mesh
-from paceline.services.policy_trainer.publish import gather_publication, take_served
-from paceline.tensors import NamedTensor, encode_safetensors
+from paceline.services.policy_trainer.publish import publication_of, take_served
+from paceline.services.policy_trainer.publisher import Publisher
+from paceline.tensors import NamedTensor
 from paceline.training import streaming
 from paceline.training.checkpoints import CheckpointWriter, read_each_whole
 from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_all_ranks
 from paceline.training.shards import local_of
+from paceline.v1.trajectory_pb2 import CommandContext
 
 PIECE = 2 << 10
+MOVED = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight")
+"""Few tensors: those of this model are so small that a record of each would be a large delta."""
 
 
 def stepped(model: Path, out: Path, given: Mapping[str, object]) -> Learner:
@@ -41,11 +47,13 @@ def stepped(model: Path, out: Path, given: Mapping[str, object]) -> Learner:
 
 
 def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
-    """Publishes and exports; rank 0 writes both, the whole state as torch gathers it, and bytes."""
+    """Publishes and exports; each rank writes what it holds, rank 0 the export, the whole state as
+    torch gathers it, and bytes.
+    """
     streaming.PIECE_BYTES = PIECE
     learner = stepped(model, out, given)
     with Held() as published:
-        publication = gather_publication(1, learner.published(), learner.shapes(), learner.config)
+        publication = publication_of(1, learner.published(), learner.shapes(), learner.config)
     alone = dist.get_world_size() == 1
     rank = dist.get_rank()
     exported = Held()
@@ -60,13 +68,44 @@ def main(model: Path, out: Path, given: Mapping[str, object]) -> None:
     writer.wait()
     full = whole(learner.published())
     held = from_all_ranks([published.most, exported.most])
+    for one in publication.policy.share.tensors:
+        (out / f"{one.name}.{rank}").write_bytes(one.view)
     if rank == 0:
-        assert publication is not None
-        (out / "published.safetensors").write_bytes(encode_safetensors(publication.policy))
         save_file(full, out / "full.safetensors")
         (out / "held.json").write_text(json.dumps(held))
-    else:
-        assert publication is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def pushing(model: Path, out: Path, given: Mapping[str, object], spoil: Mapping[str, int]) -> None:
+    """Pushes the start's weights, and again when a few of two tensors have moved; rank 0 writes the reports.
+    `spoil`: numbers of one rank become NaN before the third version, whose error is written.
+    """
+    streaming.PIECE_BYTES = PIECE
+    run = {"model": str(model), "device": "cpu", "run": {"dir": str(out / "run")}}
+    config = PolicyTrainerConfig.model_validate({**run, **given})
+    learner = build_learner(config, form_mesh(config))
+    publisher, told = Publisher(config, asyncio.Runner()), []
+    for version in (1, 2, 3):
+        for name, weight in learner.published():
+            rows = local_of(weight).flatten(1) if weight.ndim > 1 else local_of(weight)
+            if version > 1 and name in MOVED:
+                rows[..., ::64] *= 1.25
+            if version == 3 and dist.get_rank() == spoil["rank"]:
+                rows[...] = float("nan")
+        try:
+            publication = publication_of(version, learner.published(), learner.shapes(), config)
+            context = CommandContext(run_id="local", step=version, epoch=3)
+            told.append(asdict(publisher.push(publication, context)))
+        except WeightsError as error:
+            told.append({"error": str(error)})
+    assert (
+        from_all_ranks([one.get("error") for one in told])
+        == [[one.get("error") for one in told]] * dist.get_world_size()
+    )
+    if dist.get_rank() == 0:
+        (out / "told.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -100,15 +139,16 @@ def taking(model: Path, out: Path, dtype: str) -> None:
 
 
 def without_room(model: Path, out: Path) -> None:
-    """The disk of rank 0 is full: no rank waits for another."""
+    """The disk of the last rank is full: no rank waits for another."""
     learner = stepped(model, out, {})
     before = {name: local_of(one).clone() for name, one in learner.published()}
 
     def full(nbytes: int, directory: Path) -> memoryview:
         raise ResourceExhausted("no room", seen=nbytes)
 
-    publish.allocate_on_disk = full
+    if dist.get_rank() == dist.get_world_size() - 1:
+        publish.ScratchFile = full
     with pytest.raises(ResourceExhausted, match="no room"):
-        gather_publication(1, learner.published(), learner.shapes(), learner.config)
+        publication_of(1, learner.published(), learner.shapes(), learner.config)
     assert all(torch.equal(local_of(one), before[name]) for name, one in learner.published())
     dist.destroy_process_group()

@@ -1,23 +1,40 @@
-"""What rank 0 is given of the weights, and what a restarted trainer takes of those that serve."""
+"""What the ranks publish of the weights and push, and what a restarted trainer takes of those that
+serve.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from integration.weight_receivers import P, Recorder
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer import publishing_ranks
 from unit.policy_trainer.publishing_ranks import PIECE
 
+from paceline.config import SecurityConfig
 from paceline.errors import DataLoss, ResourceExhausted
+from paceline.local.patience import patient
+from paceline.rpc import EpochGuard, Server
 from paceline.services.policy_trainer import publish
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.publish import check_same_model
-from paceline.tensors import NamedTensor
+from paceline.services.policy_trainer.publish import EMBEDDING, HEAD, check_same_model
+from paceline.tensors import NamedTensor, decode_safetensors, head_hash
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
+from paceline.weights import (
+    SERVICE_NAME,
+    Spool,
+    WeightServicer,
+    add_weight_service,
+    build_manifest,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +64,11 @@ def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_mor
     full = load_file(tmp_path / "full.safetensors")
     start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
     assert any(not torch.equal(one, start[name]) for name, one in full.items())
-    published = load_file(tmp_path / "published.safetensors")
     exported = load_file(tmp_path / "checkpoints/checkpoint-1/model.safetensors")
-    assert list(published) == list(exported) == sorted(full)
+    assert list(exported) == sorted(full)
     for name, one in full.items():
-        assert bits(published[name]) == bits(one.to(getattr(torch, dtype))), name
+        published = b"".join((tmp_path / f"{name}.{rank}").read_bytes() for rank in range(ranks))
+        assert published == bits(one.to(getattr(torch, dtype))), name
         assert bits(exported[name]) == bits(one), name
     held = json.loads((tmp_path / "held.json").read_text())
     assert max(publishing for publishing, _ in held) <= 2 * PIECE  # fp32 rows and those that travel
@@ -88,15 +105,101 @@ def test_a_disk_without_room_is_told_on_all_ranks(model_dir: Path, tmp_path: Pat
     run_ranks(publishing_ranks.without_room, 2, tmp_path, model_dir, tmp_path)
 
 
+@pytest.fixture
+def spools(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[dict[int, tuple[Spool, str]]]:
+    """Of the gateway and of the drafter trainer, each behind gRPC in a thread of its own; with
+    their addresses. They take files where the parameter says so.
+    """
+    held: dict[int, tuple[Spool, str]] = {}
+    listening, ended = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        servers = []
+        for target in (P, WEIGHT_TARGET_POLICY_HEAD):
+            spool = Spool(tmp_path / f"spool-{target}")
+            guard = EpochGuard(SecurityConfig())
+            handover = tmp_path / f"handover-{target}" if request.param == "file" else None
+            servicer = WeightServicer(
+                spool, guard, Recorder(), targets=(target,), handover=handover
+            )
+            servers.append(Server("127.0.0.1:0", SecurityConfig()))
+            servers[-1].add(add_weight_service, servicer, SERVICE_NAME)
+            held[target] = spool, f"127.0.0.1:{await servers[-1].start()}"
+        listening.set()
+        await asyncio.to_thread(ended.wait, patient(120))
+        for server in servers:
+            await server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert listening.wait(patient(20))
+    yield held
+    ended.set()
+    thread.join(patient(20))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spools"),
+    [(1, "network"), (2, "network"), (3, "network"), (1, "file"), (3, "file")],
+    indirect=["spools"],
+)
+def test_the_spool_is_the_same_to_the_byte_however_many_ranks_have_pushed(
+    model_dir: Path,
+    tmp_path: Path,
+    spools: dict[int, tuple[Spool, str]],
+    ranks: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    (gateway, at), (drafter, head_at) = spools[P], spools[WEIGHT_TARGET_POLICY_HEAD]
+    given = {
+        "publish_dtype": "bfloat16",
+        "publish_deltas": "always",
+        "addresses": {"gateway": at, "drafter_trainer": head_at},
+    }
+    spoil = {"rank": ranks - 1}
+    run_ranks(publishing_ranks.pushing, ranks, tmp_path, model_dir, tmp_path, given, spoil)
+    first, second, third = json.loads((tmp_path / "told.json").read_text())
+    assert [first["encoding"], second["encoding"]] == ["full", "sparse_delta"]
+    assert first["by_file"] == ("file" in request.node.callspec.id)
+    assert not second["by_file"]
+    assert "not finite" in third["error"]
+    for spool, target in ((gateway, P), (drafter, WEIGHT_TARGET_POLICY_HEAD)):
+        assert spool.prepared == {(target, 1), (target, 2)}
+        for version in (1, 2):
+            spool.check(target, version)
+            path = spool.path(target, version)
+            content = decode_safetensors((path / "model.safetensors").read_bytes())
+            held = spool.manifest(target, version)
+            assert held is not None
+            whole = build_manifest(
+                target, version, [*content.values()], lm_head_hash=held.lm_head_hash
+            )
+            assert held == whole, "one sender would have announced it otherwise"
+            alone = Spool(tmp_path / f"alone-{target}-{version}")
+            alone.write(whole, b"".join(one.view for one in content.values()))
+            assert files(alone.path(target, version)) == files(path)
+            assert head_hash(content.get(HEAD, content[EMBEDDING]).view) == held.lm_head_hash
+    content = decode_safetensors((gateway.path(P, 1) / "model.safetensors").read_bytes())
+    start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
+    for name, tensor in content.items():
+        assert bytes(tensor.view) == bits(start[name].to(torch.bfloat16)), name
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 def test_weights_of_another_model_are_not_taken() -> None:
     own = NamedTensor("a", "F32", (4, 3), bytes(48))
-    check_same_model([own], [own])
+    check_same_model([own.layout], [own])
     for other in (
         NamedTensor("a", "F32", (3, 4), bytes(48)),
         NamedTensor("b", "F32", (1,), bytes(4)),
     ):
         with pytest.raises(DataLoss, match="another model serves"):
-            check_same_model([own], [other])
+            check_same_model([own.layout], [other])
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -117,12 +220,12 @@ def test_a_publication_that_finds_no_room_takes_that_of_the_version_before(
         made.append(1)
         full[0] = False
 
-    monkeypatch.setattr(publish, "allocate_on_disk", allocate)
+    monkeypatch.setattr(publish, "ScratchFile", allocate)
     config = PolicyTrainerConfig.model_validate({"run": {"dir": str(tmp_path)}})
     with pytest.raises(ResourceExhausted, match="no space left"):
-        publish._buffer(8, config, None)
-    assert len(publish._buffer(8, config, make_room)) == 8
+        publish._file(8, config, None)
+    assert len(publish._file(8, config, make_room)) == 8
     full[0] = True
     with pytest.raises(ResourceExhausted, match="no space left"):
-        publish._buffer(8, config, lambda: made.append(2))
+        publish._file(8, config, lambda: made.append(2))
     assert made == [1, 2]

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from paceline.errors import DataLoss, InvalidInput
+from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.weights import build_manifest
@@ -19,9 +19,7 @@ CHUNK = 4096
 
 def assembly() -> Assembly:
     tensor = NamedTensor("w", "U8", (len(STREAM),), STREAM)
-    return Assembly(
-        build_manifest(WEIGHT_TARGET_DRAFTER, 2, [tensor], chunk_bytes=CHUNK), max_bytes=1 << 20
-    )
+    return Assembly(build_manifest(WEIGHT_TARGET_DRAFTER, 2, [tensor], chunk_bytes=CHUNK))
 
 
 def chunk(index: int, data: bytes | None = None) -> PushChunk:
@@ -62,3 +60,50 @@ def test_complete_version_still_asks_for_a_chunk_to_finish_with() -> None:
     one.place(chunk(0))
     one.place(chunk(1))
     assert one.wanted() == [1]
+
+
+def part(index: int, offset: int, data: bytes) -> PushChunk:
+    crc = zlib.crc32(data)
+    return PushChunk(WEIGHT_TARGET_DRAFTER, 2, index, crc, memoryview(data), None, offset)
+
+
+def test_parts_of_a_chunk_arrive_in_any_order_twice_and_overlapping() -> None:
+    one = assembly()
+    one.place(chunk(1))
+    for first, last in ((100, 900), (0, 100), (0, 100), (2000, CHUNK), (50, 950), (900, 2001)):
+        assert not one.complete
+        one.place(part(0, first, STREAM[first:last]))
+    assert one.complete
+    assert bytes(one.buffer) == STREAM
+    one.check_content()
+    one.place(part(0, 7, STREAM[7:9]))
+
+
+@pytest.mark.parametrize("complete", [False, True], ids=["chunk in parts", "chunk complete"])
+def test_other_bytes_for_a_part_that_is_in_are_data_loss(complete: bool) -> None:
+    one = assembly()
+    one.place(chunk(0) if complete else part(0, 10, STREAM[10:20]))
+    with pytest.raises(DataLoss, match="corrupt"):
+        one.place(part(0, 15, bytes(10)))
+    assert bytes(one.buffer[10:20]) == STREAM[10:20]
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, 0), (4000, 97), (4096, 1), (1 << 31, 1)], ids=str
+)
+def test_a_part_that_its_chunk_does_not_have_is_refused(offset: int, length: int) -> None:
+    one = assembly()
+    with pytest.raises(InvalidInput, match="wrong length"):
+        one.place(part(0, offset, bytes(length)))
+    assert one.missing() == [0, 1]
+
+
+def test_parts_that_leave_gaps_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.weights.assembly.MOST_SPANS", 3)
+    one = assembly()
+    for first in (0, 10, 20):
+        one.place(part(0, first, STREAM[first : first + 1]))
+    with pytest.raises(ResourceExhausted, match="gaps; seen: 4; allowed: 3"):
+        one.place(part(1, 0, STREAM[CHUNK : CHUNK + 1]))
+    one.place(part(0, 0, STREAM[:25]))
+    one.place(part(1, 0, STREAM[CHUNK : CHUNK + 1]))

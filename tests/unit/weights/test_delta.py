@@ -12,7 +12,7 @@ import zstandard
 
 from paceline.errors import DataLoss
 from paceline.tensors import NamedTensor, from_numpy
-from paceline.weights.delta import HEAD, RECORD, apply_delta, encode_delta, sampled_share
+from paceline.weights.delta import HEAD, RECORD, apply_delta, encode_delta, sampled_changes
 
 ELEMENTS = 1000
 FAR = 1 << 60
@@ -35,7 +35,8 @@ def record(
     gaps: list[int],
     *,
     tensor: int = 0,
-    index: int = 0,
+    first: int = 0,
+    elements: int = ELEMENTS // 2,
     count: int | None = None,
     frame: bytes | None = None,
 ) -> bytes:
@@ -44,17 +45,18 @@ def record(
         planes = [bytes(gap >> shift & 255 for gap in gaps) for shift in (0, 8, 16, 24)]
         up = bytes([255] * -(-len(gaps) // 8))
         frame = zstandard.ZstdCompressor().compress(b"".join(planes) + up + bytes(2 * len(gaps)))
-    return RECORD.pack(tensor, index, len(gaps) if count is None else count, len(frame)) + frame
+    changed = len(gaps) if count is None else count
+    return RECORD.pack(tensor, first, elements, changed, len(frame)) + frame
 
 
-def delta(*records: bytes, said: int | None = None, piece: int = ELEMENTS // 2) -> bytes:
-    head = HEAD.pack(b"PLD1", piece, len(records) if said is None else said)
+def delta(*records: bytes, said: int | None = None) -> bytes:
+    head = HEAD.pack(b"PLD2", len(records) if said is None else said)
     return head + b"".join(records)
 
 
 def test_a_delta_written_by_hand_changes_the_elements_that_it_names() -> None:
     held, tensors = target()
-    written = list(apply_delta(delta(record([0, 4]), record([2], index=1)), tensors))
+    written = list(apply_delta(delta(record([0, 4]), record([2], first=500)), tensors))
     _, new = versions([0, 5, 502])
     assert held == bytes(new.view)
     assert [bytes(one.view) for one in written] == [
@@ -78,19 +80,27 @@ def unsized_bomb() -> bytes:
 
 GOOD = zstandard.ZstdCompressor().compress(bytes([0, 0, 0, 0, 255, 0, 0]))
 CASES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "an empty stream": (lambda: b"", "ends inside its head; seen: 0; allowed: >= 12"),
+    "an empty stream": (lambda: b"", "ends inside a head; seen: 0; allowed: >= 8"),
     "another format": (lambda: b"PLD9" + delta()[4:], "head of a delta is none; seen: .*PLD9"),
-    "pieces of nothing": (lambda: delta(piece=0), "head of a delta is none; seen: .*0"),
-    "pieces beyond memory": (lambda: delta(piece=1 << 30), "allowed: .*1 to 4194304"),
+    "the format before": (lambda: b"PLD1" + delta()[4:], "head of a delta is none; seen: .*PLD1"),
+    "a piece of nothing": (
+        lambda: delta(record([0], elements=0)),
+        "elements of piece 0 of w; seen: 0; allowed: 1 to 1000",
+    ),
+    "a piece beyond its tensor": (
+        lambda: delta(record([0], first=600, elements=401)),
+        "elements of piece 600 of w; seen: 401; allowed: 1 to 400",
+    ),
     "fewer records than it says": (lambda: delta(record([1]), said=2), "ends inside a record"),
-    "more than it says": (lambda: delta(record([1]), said=0), "goes on after its last record"),
+    "more than it says": (lambda: delta(record([1]), said=0), "head of a delta is none"),
+    "a section that is cut": (lambda: delta(record([1])) + b"PLD2", "ends inside a head; seen: 4"),
     "a tensor that is not there": (
         lambda: delta(record([1], tensor=1)),
         "tensor of a delta is out of range; seen: 1; allowed: < 1",
     ),
     "a piece that is not there": (
-        lambda: delta(record([1], index=2)),
-        "changed elements of piece 2 of w; seen: 1; allowed: 1 to 0",
+        lambda: delta(record([1], first=1 << 60)),
+        "elements of piece 1152921504606846976 of w; seen: 500; allowed: 1 to 0",
     ),
     "more elements than the piece has": (
         lambda: delta(record([0], count=501)),
@@ -106,16 +116,17 @@ CASES: dict[str, tuple[Callable[[], bytes], str]] = {
         "index in w is out of range; seen: 12884901887",
     ),
     "pieces that do not ascend": (
-        lambda: delta(record([0], index=1), record([0])),
-        r"records of a delta do not ascend; seen: \(0, 0\); allowed: > \(0, 1\)",
+        lambda: delta(record([0], first=500), record([0])),
+        r"records of a delta do not ascend; seen: \(0, 0\); allowed: >= \(0, 1000\)",
     ),
     "a piece twice": (lambda: delta(record([0]), record([0])), "do not ascend"),
+    "pieces that overlap": (lambda: delta(record([0]), record([0], first=499)), "do not ascend"),
     "a truncated frame": (
         lambda: delta(record([0], frame=GOOD[:-3])),
         "frame of w cannot be read",
     ),
     "a frame beyond the stream": (
-        lambda: delta(RECORD.pack(0, 0, 1, 100) + GOOD),
+        lambda: delta(RECORD.pack(0, 0, 500, 1, 100) + GOOD),
         f"ends inside a frame; seen: {len(GOOD)}; allowed: 100",
     ),
     "no frame": (lambda: delta(record([0], frame=b"not zstd at all")), "cannot be read"),
@@ -205,4 +216,4 @@ def test_one_value_in_a_hundred_that_moves_by_one_takes_ten_bits() -> None:
     assert encoded is not None
     # The entropy: 8.08 bits of a geometric gap of mean 100, and 1 of the direction.
     assert 9.08 <= 8 * len(encoded.stream) / encoded.changed <= 10
-    assert sampled_share([tensors[0]], [tensors[1]]) == pytest.approx(0.01, rel=0.3)
+    assert sampled_changes([tensors[0]], [tensors[1]])[0] == pytest.approx(elements / 100, rel=0.3)

@@ -16,8 +16,10 @@ from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec
 from paceline.weights import build_manifest
-from paceline.weights.chunks import chunk_count, chunk_span, cut_chunks
-from paceline.weights.manifest import check_manifest, delta_manifest, whole_of
+from paceline.weights.announcing import delta_manifest
+from paceline.weights.chunks import chunk_count, chunk_span
+from paceline.weights.manifest import check_manifest, whole_of
+from paceline.weights.shares import cut_tensors
 
 CHUNK = 4096
 
@@ -35,10 +37,13 @@ def built(sizes: list[int]) -> tuple[Manifest, list[NamedTensor], bytes]:
 def test_chunks_are_the_stream_cut_at_multiples(sizes: list[int], data: st.DataObject) -> None:
     manifest, tensors, stream = built(sizes)
     everything = range(chunk_count(manifest))
-    assert b"".join(bytes(part) for _, part in cut_chunks(manifest, tensors, everything)) == stream
-    wanted = sorted(data.draw(st.sets(st.sampled_from(everything))))
-    for index, part in cut_chunks(manifest, tensors, wanted):
-        assert bytes(part) == stream[index * CHUNK : (index + 1) * CHUNK]
+    for wanted in (set(everything), data.draw(st.sets(st.sampled_from(everything)))):
+        chunks = dict.fromkeys(sorted(wanted), b"")
+        for index, offset, part, crc, _ in cut_tensors(manifest, tensors, wanted):
+            assert (offset, crc) == (len(chunks[index]), zlib.crc32(part))
+            chunks[index] += part
+        for index, chunk in chunks.items():
+            assert chunk == stream[index * CHUNK : (index + 1) * CHUNK]
 
 
 def test_content_hash_tells_contents_apart_that_share_all_shapes() -> None:
@@ -107,7 +112,7 @@ def spoil_delta(change: Callable[[Manifest], object]) -> Manifest:
     base, _, _ = built([5000, 300])
     whole, _, _ = built([5000, 300])
     whole.version = 2
-    manifest = delta_manifest(whole, base, b"delta")
+    manifest, _ = delta_manifest(whole, base, b"delta")
     change(manifest)
     return manifest
 
@@ -145,7 +150,7 @@ def test_a_delta_stands_for_the_version_that_a_full_push_announces() -> None:
     base, _, _ = built([5000, 300])
     whole, _, _ = built([5000, 300])
     whole.version = 2
-    delta = delta_manifest(whole, base, b"delta")
+    delta, _ = delta_manifest(whole, base, b"delta")
     assert (chunk_count(delta), chunk_span(delta, 0)) == (1, (0, 5))
     assert whole_of(delta) == whole
     assert whole_of(whole) is whole
@@ -156,4 +161,4 @@ def test_chunk_beyond_the_end_and_foreign_tensors_are_refused() -> None:
     with pytest.raises(InvalidInput, match="0 to 1"):
         chunk_span(manifest, 2)
     with pytest.raises(InvalidInput, match="not those of the manifest"):
-        list(cut_chunks(manifest, [*tensors, NamedTensor("x", "U8", (1,), b"x")], [0]))
+        list(cut_tensors(manifest, [*tensors, NamedTensor("x", "U8", (1,), b"x")], [0]))

@@ -1,0 +1,93 @@
+"""Announces versions: manifests with the checksums of what one sender holds, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.tensors import NamedTensor
+from paceline.v1.engine_pb2 import WeightTarget
+from paceline.v1.weights_pb2 import WEIGHT_ENCODING_SPARSE_DELTA, Manifest, SparseDelta
+from paceline.weights.handover import ScratchFile
+from paceline.weights.manifest import CHUNK_BYTES, first_not_finite, not_finite, unchecked_manifest
+from paceline.weights.shares import (
+    ALONE,
+    Announced,
+    CheckedRange,
+    HeldTensor,
+    Senders,
+    Share,
+    checked_ranges,
+    facts_of,
+    held_whole,
+    joined_checksums,
+    joined_stream_hash,
+    share_of,
+)
+
+
+def build_manifest(
+    target: WeightTarget | int,
+    version: int,
+    tensors: Sequence[NamedTensor],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    lm_head_hash: str = "",
+    metadata: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Manifest of a full push of `tensors` in this order; reads every byte.
+
+    Raises WeightsError when a number is not finite.
+    """
+    manifest = unchecked_manifest(
+        target,
+        version,
+        [tensor.layout for tensor in tensors],
+        chunk_bytes=chunk_bytes,
+        lm_head_hash=lm_head_hash,
+        metadata=metadata,
+    )
+    return check_share(manifest, held_whole(tensors)).manifest
+
+
+def check_share(
+    manifest: Manifest,
+    held: Sequence[HeldTensor],
+    senders: Senders = ALONE,
+    file: ScratchFile | None = None,
+) -> Announced:
+    """This sender's share of a version; completes the manifest with the checksums of everybody's,
+    who all call this. Reads every byte that is held; all lies in the file where one is given.
+
+    Raises WeightsError, at all of them, when a number is not finite; InvalidInput when the shares
+    are not the version.
+    """
+    odd = first_not_finite(one.tensor for one in held)
+    share = share_of(manifest, held, file) if odd is None else Share((), ())
+    shares = senders.exchange([odd, facts_of(share.ranges)])
+    for name, _ in shares:
+        if name is not None:
+            raise not_finite(name)
+    checksums = joined_checksums(manifest, [checked for _, checked in shares])
+    manifest.content_hash = checksums.content_hash
+    for spec, checksum in zip(manifest.tensors, checksums.tensors, strict=True):
+        spec.crc32 = checksum
+    return Announced(manifest, share)
+
+
+def delta_manifest(
+    whole: Manifest, base: Manifest, section: bytes, senders: Senders = ALONE
+) -> tuple[Manifest, tuple[CheckedRange, ...]]:
+    """The same version as `whole`, announced as a delta against `base`, both of them full: its
+    stream is everybody's sections, by rank. Beside it this sender's part of the stream.
+    """
+    sizes = senders.exchange(len(section))
+    manifest = Manifest()
+    manifest.CopyFrom(whole)
+    manifest.encoding = WEIGHT_ENCODING_SPARSE_DELTA
+    manifest.base_version = base.version
+    manifest.delta.CopyFrom(SparseDelta(nbytes=sum(sizes), base_hash=base.content_hash))
+    start = sum(sizes[: senders.rank])
+    ranges = checked_ranges(memoryview(section), start, manifest.chunk_bytes)
+    shares = senders.exchange(facts_of(ranges))
+    manifest.delta.stream_hash = joined_stream_hash(manifest, shares)
+    return manifest, ranges

@@ -1,0 +1,225 @@
+"""What one of several senders holds of a version, with its checksums; those of the whole version
+follow from everybody's, wherever the senders' parts begin and end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.errors import InvalidInput
+from paceline.tensors import NUMPY_CODES, NamedTensor
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.chunks import ChunkPart, content_hash, packed, stream_bytes
+from paceline.weights.crc import joined_crc32
+from paceline.weights.handover import ScratchFile
+from paceline.weights.threads import in_threads
+
+Checked = tuple[int, int, int]
+"""First byte in the stream, bytes, CRC-32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Senders:
+    """Those who bring a version together, as one of them sees it."""
+
+    rank: int
+    exchange: Callable[[Any], list[Any]]
+    """Every sender's value, of what JSON has, by rank, given one's own; all call it in the same
+    order.
+    """
+
+
+ALONE = Senders(0, lambda value: [value])
+"""One who holds everything."""
+
+
+class Checksums(NamedTuple):
+    """Of one content."""
+
+    content_hash: str
+    tensors: list[int]  # TensorSpec.crc32 of each
+
+
+class HeldTensor(NamedTuple):
+    """A tensor of the manifest, or elements of it that follow each other."""
+
+    number: int  # in the manifest
+    first: int  # element
+    tensor: NamedTensor
+    position: int = 0  # of its first byte in the share's file
+
+
+class CheckedRange(NamedTuple):
+    """Bytes of a stream, all of one chunk, and of a content all of one tensor."""
+
+    start: int  # in the stream
+    data: memoryview
+    crc32: int
+    position: int = 0  # in the share's file
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one sender holds of a version's content, in its order."""
+
+    held: tuple[HeldTensor, ...]
+    ranges: tuple[CheckedRange, ...]
+    file: ScratchFile | None = None  # in which all of it lies
+
+    @property
+    def tensors(self) -> list[NamedTensor]:
+        """What is held, without its places."""
+        return [one.tensor for one in self.held]
+
+
+class Announced(NamedTuple):
+    """A version, announced as a full push, and what this sender holds of it."""
+
+    manifest: Manifest
+    share: Share
+
+
+def held_whole(tensors: Sequence[NamedTensor]) -> list[HeldTensor]:
+    """What the only sender holds."""
+    return [HeldTensor(index, 0, one) for index, one in enumerate(tensors)]
+
+
+def share_of(
+    manifest: Manifest, held: Sequence[HeldTensor], file: ScratchFile | None = None
+) -> Share:
+    """Reads every byte that is held once; `held` ascends, and lies in the file where one is
+    given.
+    """
+    ranges = in_threads(_checked, _pieces_of(manifest, held))
+    return Share(tuple(held), tuple(ranges), file)
+
+
+def checked_ranges(stream: memoryview, start: int, chunk_bytes: int) -> tuple[CheckedRange, ...]:
+    """Of bytes that lie in a stream from `start` on."""
+    return tuple(map(_checked, _pieces(stream, start, chunk_bytes, 0)))
+
+
+def facts_of(ranges: Iterable[CheckedRange]) -> list[Checked]:
+    """What other senders are told of ranges."""
+    return [(one.start, len(one.data), one.crc32) for one in ranges]
+
+
+def cut_ranges(
+    manifest: Manifest, ranges: Iterable[CheckedRange], wanted: Iterable[int]
+) -> Iterator[ChunkPart]:
+    """What of the wanted chunks the ranges hold."""
+    chunks = set(wanted)
+    for start, data, crc, position in ranges:
+        index, offset = divmod(start, manifest.chunk_bytes)
+        if index in chunks:
+            yield ChunkPart(index, offset, data, crc, position)
+
+
+def cut_tensors(
+    manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Iterable[int]
+) -> Iterator[ChunkPart]:
+    """The wanted chunks of a content that is all here, read as they are cut. Raises InvalidInput
+    when the tensors are not those of the manifest.
+    """
+    described = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in manifest.tensors]
+    given = [(one.name, one.dtype, tuple(one.shape)) for one in tensors]
+    if described != given:
+        pairs = zip(given, described, strict=False)
+        odd = next((pair for pair in pairs if pair[0] != pair[1]), (len(given), len(described)))
+        raise InvalidInput("tensors are not those of the manifest", seen=odd[0], allowed=odd[1])
+    chunks = set(wanted)
+    pieces = _pieces_of(manifest, held_whole(tensors))
+    asked = (one for one in pieces if one[0] // manifest.chunk_bytes in chunks)
+    yield from cut_ranges(manifest, map(_checked, asked), chunks)
+
+
+def checksums_of(manifest: Manifest, tensors: Sequence[NamedTensor]) -> Checksums:
+    """Of a content that is all here; every byte is read once."""
+    return joined_checksums(manifest, [facts_of(share_of(manifest, held_whole(tensors)).ranges)])
+
+
+def joined_checksums(manifest: Manifest, shares: Iterable[Iterable[Checked]]) -> Checksums:
+    """Of a content of which each sender has checked a share. Raises InvalidInput where these are
+    not the content, once each byte.
+    """
+    offsets = [spec.offset for spec in manifest.tensors]
+    begins = set(offsets)
+    checked = _in_order(shares, manifest.total_bytes)
+    starts, crcs = _joined(checked, manifest.chunk_bytes, begins)
+    tensors = []
+    for spec in manifest.tensors:
+        first, last = (bisect_left(starts, at) for at in (spec.offset, spec.offset + spec.nbytes))
+        tensors.append(zlib.crc32(packed(crcs[first:last])))
+    _, chunks = _joined(checked, manifest.chunk_bytes, frozenset())
+    return Checksums(content_hash(chunks), tensors)
+
+
+def joined_stream_hash(manifest: Manifest, shares: Iterable[Iterable[Checked]]) -> str:
+    """content_hash of a stream of which each sender has checked a share. Raises InvalidInput as
+    joined_checksums does.
+    """
+    checked = _in_order(shares, stream_bytes(manifest))
+    return content_hash(_joined(checked, manifest.chunk_bytes, frozenset())[1])
+
+
+def _byte_of(manifest: Manifest, held: HeldTensor) -> int:
+    itemsize = np.dtype(NUMPY_CODES[held.tensor.dtype]).itemsize
+    return int(manifest.tensors[held.number].offset) + held.first * itemsize
+
+
+def _pieces_of(
+    manifest: Manifest, held: Iterable[HeldTensor]
+) -> Iterator[tuple[int, memoryview, int]]:
+    for one in held:
+        start = _byte_of(manifest, one)
+        yield from _pieces(one.tensor.view, start, manifest.chunk_bytes, one.position)
+
+
+def _pieces(
+    data: memoryview, start: int, chunk_bytes: int, position: int
+) -> Iterator[tuple[int, memoryview, int]]:
+    """(first byte in the stream, bytes, first byte in the file) of each chunk's part."""
+    at = 0
+    while at < len(data):
+        end = min(len(data), at + chunk_bytes - (start + at) % chunk_bytes)
+        yield start + at, data[at:end], position + at
+        at = end
+
+
+def _checked(piece: tuple[int, memoryview, int]) -> CheckedRange:
+    start, data, position = piece
+    return CheckedRange(start, data, zlib.crc32(data), position)
+
+
+def _in_order(shares: Iterable[Iterable[Checked]], total: int) -> list[Checked]:
+    checked = sorted((start, nbytes, crc) for share in shares for start, nbytes, crc in share)
+    position = 0
+    for start, nbytes, _ in checked:
+        if start != position:
+            fault = "overlap" if start < position else "leave a gap"
+            raise InvalidInput(f"shares of a version {fault}", seen=start, allowed=position)
+        position += nbytes
+    if position != total:
+        raise InvalidInput("shares are not the whole version", seen=position, allowed=total)
+    return checked
+
+
+def _joined(
+    checked: Iterable[Checked], chunk_bytes: int, begins: frozenset[int] | set[int]
+) -> tuple[list[int], list[int]]:
+    """First bytes and CRC-32s of the parts into which chunks, and `begins`, cut a stream."""
+    starts: list[int] = []
+    crcs: list[int] = []
+    for start, nbytes, crc in checked:
+        if start % chunk_bytes == 0 or start in begins:
+            starts.append(start)
+            crcs.append(crc)
+        else:
+            crcs[-1] = joined_crc32(crcs[-1], crc, nbytes)
+    return starts, crcs

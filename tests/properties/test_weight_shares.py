@@ -1,0 +1,88 @@
+"""Checksums of a version that several senders hold are those that one would compute."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import InvalidInput
+from paceline.tensors import NamedTensor
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.chunks import content_hash
+from paceline.weights.crc import joined_crc32
+from paceline.weights.manifest import unchecked_manifest
+from paceline.weights.shares import (
+    Checked,
+    HeldTensor,
+    checksums_of,
+    facts_of,
+    joined_checksums,
+    share_of,
+)
+
+CHUNK = 4096
+
+
+@given(st.binary(max_size=5000), st.binary(max_size=5000))
+def test_the_crc_of_two_ranges_follows_from_theirs(one: bytes, other: bytes) -> None:
+    joined = joined_crc32(zlib.crc32(one), zlib.crc32(other), len(other))
+    assert joined == zlib.crc32(one + other)
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 2**32 - 1))
+def test_a_range_of_zeros_of_any_length_is_appended(nbytes: int, crc: int) -> None:
+    half = joined_crc32(crc, 0, nbytes // 2)
+    assert joined_crc32(half, 0, nbytes - nbytes // 2) == joined_crc32(crc, 0, nbytes)
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> tuple[Manifest, list[NamedTensor], list[list[HeldTensor]]]:
+    """Tensors, of which each sender holds what lies between two cuts, in any order of senders."""
+    count = draw(st.integers(1, 5))
+    sizes = draw(st.lists(st.sampled_from([0, 1, 7, 300, CHUNK, 9000]), min_size=1, max_size=6))
+    tensors = [
+        NamedTensor(f"t{index}", "U8", (size,), draw(st.randoms()).randbytes(size))
+        for index, size in enumerate([*sizes, 3])
+    ]
+    held: list[list[HeldTensor]] = [[] for _ in range(count)]
+    for index, one in enumerate(tensors):
+        (size,) = one.shape
+        cuts = sorted(draw(st.integers(0, size)) for _ in range(count - 1))
+        order = draw(st.permutations(range(count)))
+        for rank, first, last in zip(order, [0, *cuts], [*cuts, size], strict=True):
+            part = NamedTensor(one.name, "U8", (last - first,), one.view[first:last])
+            held[rank].append(HeldTensor(index, first, part))
+    layouts = [one.layout for one in tensors]
+    manifest = unchecked_manifest(WEIGHT_TARGET_POLICY, 1, layouts, chunk_bytes=CHUNK)
+    return manifest, tensors, held
+
+
+@given(shared())
+def test_joined_checksums_are_those_of_the_whole(
+    version: tuple[Manifest, list[NamedTensor], list[list[HeldTensor]]],
+) -> None:
+    manifest, tensors, held = version
+    content = b"".join(bytes(one.view) for one in tensors)
+    joined = joined_checksums(manifest, [facts_of(share_of(manifest, one).ranges) for one in held])
+    chunks = [zlib.crc32(content[at : at + CHUNK]) for at in range(0, len(content), CHUNK)]
+    assert joined.content_hash == content_hash(chunks)
+    assert joined == checksums_of(manifest, tensors)
+
+
+@given(shared(), st.data())
+def test_shares_that_overlap_or_leave_a_gap_are_refused(
+    version: tuple[Manifest, list[NamedTensor], list[list[HeldTensor]]], data: st.DataObject
+) -> None:
+    manifest, _, held = version
+    facts: list[Checked] = [
+        one for share in held for one in facts_of(share_of(manifest, share).ranges)
+    ]
+    number = data.draw(st.integers(0, len(facts) - 1))
+    twice = data.draw(st.booleans())
+    changed = [*facts, facts[number]] if twice else [*facts[:number], *facts[number + 1 :]]
+    with pytest.raises(InvalidInput, match="overlap" if twice else "gap|not the whole version"):
+        joined_checksums(manifest, [changed])
