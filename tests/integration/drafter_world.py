@@ -77,7 +77,7 @@ class World:
             "addresses.gateway": self.gateway,
             "security.run_tokens": "false",
             "model": POLICY,
-            "optimizer.lr": 4e-2,
+            "optimizer.lr": 1e-2,
             "niceness": 0,  # others compute beside the tests, and these wait for it
             "buffer.judged_every": 4,
             **self.overrides,

@@ -28,6 +28,7 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
         f"drafter_trainer.drafter={kind.name}",
         f"gateway.speculation.arms={json.dumps(['off', *kind.arms])}",
         f"coordinator.evaluation.probe_arm={kind.arms[-1]}",
+        "drafter_trainer.optimizer.lr=5e-3",
         "drafter_trainer.gate.interval_steps=20",
         "coordinator.evaluation.heldout_prompts=16",
         "coordinator.evaluation.probe_prompts=32",

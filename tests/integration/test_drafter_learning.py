@@ -36,7 +36,7 @@ def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     for batch in rows_of_policy("r", 240, length=60):
         buffer.add(sample_from(batch, target))
     learner = DrafterLearner(
-        EagleNet(target, seed=0), DrafterOptimizerConfig(lr=4e-2), micro_batches=4
+        EagleNet(target, seed=0), DrafterOptimizerConfig(lr=1e-2), micro_batches=4
     )
 
     def acceptance() -> float:

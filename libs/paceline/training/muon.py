@@ -1,7 +1,6 @@
 """Muon: each matrix moves by its momentum with all singular values made alike (Jordan et al. 2024,
-"Muon: An optimizer for hidden layers in neural networks"), at the root mean square of AdamW's
-updates (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that AdamW's learning rates mean the
-same.
+"Muon: An optimizer for hidden layers in neural networks"), at one root mean square whatever its
+shape (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
 Directions in which gradients are small thus learn as fast as the others: a drafter that follows a
 moving policy gets further in as many seconds, although each step costs some products more
@@ -28,8 +27,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: they raise small singular values fastest, and leave those near one
 between 0.7 and 1.2.
 """
-RMS = 0.2
-"""Root mean square of an update at a learning rate of one: about that of AdamW."""
+RMS = 0.6
+"""Root mean square of an update at a learning rate of one. With it the rates that are best for
+AdamW are best for Muon too (docs/adr/0075); Liu et al. have 0.2.
+"""
 _SMALLEST = 1e-7
 
 
