@@ -73,7 +73,9 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert told["seconds"] == pytest.approx(steps[1]["step_s"], rel=0.2)
     assert sum(one["share"] for one in told["edges"]) == pytest.approx(1)
     spent = {one["span"] for one in told["parts"]}
-    assert {names.engine_stage("decode"), names.WEIGHTS_CANARY} <= spent
+    assert names.engine_stage("decode") in spent
+    # the commit waits for the gateway's canary or for the drafter trainer, whoever takes longer
+    assert {names.WEIGHTS_CANARY, names.WEIGHTS_COMMIT} & spent
     assert told["culprit"].startswith("step 1 took ")
     slowest = paceline("why", str(run))
     assert "share by edge" in slowest.stdout
