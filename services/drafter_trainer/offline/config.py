@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paceline.config import Config
+from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.speculators.kinds import SPECULATORS
 
 TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
@@ -86,6 +87,18 @@ class OfflineConfig(Config):
     """Of weights, order, windows and answers."""
     resume: bool = True
     """Go on with the run in OUT."""
+
+    @property
+    def optimizer_config(self) -> DrafterOptimizerConfig:
+        """The speculator's, as a run has it."""
+        return DrafterOptimizerConfig(
+            kind=self.optimizer,
+            iterations=self.iterations,
+            average=self.average,
+            lr=self.lr,
+            clip_norm=self.clip_norm,
+            warmup_steps=self.warmup_steps,
+        )
 
     @property
     def rows_per_rank(self) -> int:

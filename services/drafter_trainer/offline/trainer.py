@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, InvalidInput
-from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.gate.evaluate import chain_matches
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import Members
@@ -94,14 +93,7 @@ class OfflineTrainer:
         self._whole = net.twin()
         # The base model is sharded already: what is shared of it stays outside the drafter's
         # shards.
-        optimizer = DrafterOptimizerConfig(
-            kind=config.optimizer,
-            iterations=config.iterations,
-            average=config.average,
-            lr=config.lr,
-            clip_norm=config.clip_norm,
-            warmup_steps=config.warmup_steps,
-        )
+        optimizer = config.optimizer_config
         self._rows_per_step = config.rows_per_rank * self._world
         self._learner = DrafterLearner(
             net, optimizer, micro_batches=self._rows_per_step, members=members
