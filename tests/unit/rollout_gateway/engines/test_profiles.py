@@ -238,7 +238,8 @@ def test_requests_that_run_go_on_under_the_old_set_when_an_update_is_interrupted
 def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
     versions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build(versions[0], "fp8_channel")
+    # the budget leaves drafts out by seconds it measured: without it a count depends on no clock
+    engine = build(versions[0], "fp8_channel", verify_budget=False)
     before, accepted = said(engine, "eagle:3_1_4"), engine.load.speculation.accepted_tokens
     engine.prepare_weights(Target.POLICY, 1, versions[1])
     bind, failed = Drafters.bind, iter([True, False])
@@ -254,10 +255,7 @@ def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
             engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
     assert engine.versions == VersionSet()
     assert said(engine, "eagle:3_1_4") == before
-    again = engine.load.speculation.accepted_tokens - accepted
-    # a product may round otherwise where its numbers lie elsewhere in memory
-    assert again == pytest.approx(accepted, rel=0.1)
-    assert accepted >= 20
+    assert engine.load.speculation.accepted_tokens - accepted == accepted >= 20
 
 
 def test_a_mixture_that_cannot_be_mended_serves_nobody_until_a_whole_version_does(
