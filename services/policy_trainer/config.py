@@ -122,9 +122,11 @@ class PolicyTrainerConfig(ServiceConfig):
     """Tokens whose logits are computed at once; more of them in chunks, which are computed again in
     the backward.
     """
-    head_compiled: bool = False
-    """Compile what turns logits into log-probs and entropy (torch.compile): they are then read once
-    and not kept. The first step takes seconds more.
+    head_kernel: Literal["torch", "compiled", "cut_cross_entropy"] = "torch"
+    """What turns the head's hidden rows into log-probs and entropy. compiled: one kernel reads the
+    logits once and keeps nothing of their size (torch.compile); the first step takes seconds more.
+    cut_cross_entropy: there are no logits at all, on CUDA and in bfloat16; entropy is then what the
+    trained tokens tell of it, the mean of their -log p, and cannot be rewarded.
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""

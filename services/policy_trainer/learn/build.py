@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,13 +24,12 @@ from paceline.services.policy_trainer.learn.parallel import shard
 def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
     """With the start policy as its reference and a critic, where they are needed. Collective.
 
-    Raises ConfigError for a directory without a model, an attention that cannot train here, a
-    compiled head without a compiler, adapters without peft, moments of eight bits without torchao,
-    and an algorithm of your own that needs a critic and has no settings for one.
+    Raises ConfigError for a directory without a model, an attention or a kernel of the head that
+    cannot train here, adapters without peft, moments of eight bits without torchao, and an
+    algorithm of your own that needs a critic and has no settings for one.
     """
     check_attention(config.attention, mesh.device_type)
-    if config.head_compiled and mesh.device_type == "cpu":
-        _check_compiler()
+    check_head(config, mesh.device_type)
     needs = build_algorithm(config.algorithm).needs()
     policy = _policy(config, mesh, frozen=False)
     reference: PolicyModel | StartPolicy | None = None
@@ -45,7 +45,7 @@ def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> P
         Path(config.model),
         recompute=config.recompute_activations and not frozen,
         chunk_rows=config.head_rows,
-        compiled=config.head_compiled,
+        head_kernel=config.head_kernel,
         attention=config.attention,
     )
     model.requires_grad_(not frozen)
@@ -64,11 +64,34 @@ def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Critic:
     return Critic(config, settings, shard(model, mesh, config), mesh)
 
 
-def _check_compiler() -> None:
+def check_head(config: PolicyTrainerConfig, device: str) -> None:
+    """Raises ConfigError for a kernel of the head that cannot train so."""
+    seen = f"policy_trainer.head_kernel={config.head_kernel}"
     wanted = os.environ.get("CXX", "g++")
-    if shutil.which(wanted) is None:
+    if config.head_kernel == "compiled" and device == "cpu" and shutil.which(wanted) is None:
         raise ConfigError(
             "on a CPU a compiled head needs a C++ compiler",
-            seen=f"policy_trainer.head_compiled=true, no {wanted} on PATH",
-            allowed="head_compiled=false, or a compiler that $CXX names",
+            seen=f"{seen}, no {wanted} on PATH",
+            allowed="head_kernel=torch, or a compiler that $CXX names",
+        )
+    if config.head_kernel != "cut_cross_entropy":
+        return
+
+    if device != "cuda" or config.compute_dtype != "bfloat16":
+        raise ConfigError(
+            "cut cross-entropy computes on CUDA and in bfloat16",
+            seen=f"{seen} on {device}, compute_dtype={config.compute_dtype}",
+            allowed="head_kernel=torch or compiled elsewhere",
+        )
+    if config.algorithm.entropy_coefficient:
+        raise ConfigError(
+            "cut cross-entropy has no gradient of the entropy",
+            seen=f"{seen}, algorithm.entropy_coefficient={config.algorithm.entropy_coefficient}",
+            allowed="algorithm.entropy_coefficient=0, or head_kernel=torch or compiled",
+        )
+    if find_spec("cut_cross_entropy") is None:
+        raise ConfigError(
+            "the kernel is not installed: pip install 'paceline[cut]'",
+            seen=seen,
+            allowed="head_kernel=torch or compiled without it",
         )

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from paceline.services.policy_trainer.algorithms.losses import token_entropy, token_logprobs
 
 Head = Callable[[Float[Tensor, "C D"]], Float[Tensor, "C V"]]
+HeadKernel = Literal["torch", "compiled", "cut_cross_entropy"]
+"""See policy_trainer.head_kernel."""
 _Scored = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
@@ -28,16 +30,23 @@ def head_logprobs(
     *,
     chunk_rows: int,
     entropy_gradient: bool = False,
-    compiled: bool = False,
+    kernel: HeadKernel = "torch",
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
     """Log-prob of each target and entropy in nats, in fp32; of the entropy there is a gradient only
     where it is wanted.
 
     At most one chunk's logits are there at once: where there are more chunks than one they are
-    computed again in the backward (Chen et al. 2016, arXiv 1604.06174). compiled: what follows the
-    head is one kernel that reads the logits and keeps nothing of their size.
+    computed again in the backward (Chen et al. 2016, arXiv 1604.06174). Cut cross-entropy has no
+    chunks, and of the entropy what a target tells: -log p, in the mean over targets that the model
+    drew itself the same.
     """
-    scored = _compiled() if compiled else _scored
+    if kernel == "cut_cross_entropy":
+        assert isinstance(head, nn.Linear)
+        assert not entropy_gradient
+        logprobs = _cut_logprobs(hidden, head.weight, targets)
+        return logprobs, -logprobs.detach()
+
+    scored = _compiled() if kernel == "compiled" else _scored
 
     def of_chunk(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return scored(head(rows), wanted, entropy_gradient)
@@ -48,8 +57,21 @@ def head_logprobs(
         checkpoint(of_chunk, *one, use_reentrant=False) if again else of_chunk(*one)
         for one in chunks
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    scores, entropies = zip(*parts, strict=True)
+    return torch.cat(scores), torch.cat(entropies)
+
+
+def _cut_logprobs(
+    hidden: Float[Tensor, "M D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"]
+) -> Float[Tensor, " M"]:
+    """Log-prob of each target in fp32 by a kernel that computes logits where it sums them up
+    (Wijmans et al. 2024, arXiv 2411.09009). What is too small for bfloat16 is left out of the
+    gradient.
+    """
+    from cut_cross_entropy import linear_cross_entropy  # imports triton
+
+    negative: Tensor = linear_cross_entropy(hidden, weight, targets, reduction="none")
+    return -negative.float()
 
 
 class _Scores(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from paceline.services.policy_trainer.batches.batch import MicroBatch
-from paceline.services.policy_trainer.learn.head import head_logprobs
+from paceline.services.policy_trainer.learn.head import HeadKernel, head_logprobs
 from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
 MASKED = 2.5
@@ -32,11 +32,13 @@ class PolicyModel(nn.Module):
     A trained token that several trajectories share is predicted once.
     """
 
-    def __init__(self, lm: Any, chunk_rows: int = HEAD_ROWS, *, compiled: bool = False) -> None:
+    def __init__(
+        self, lm: Any, chunk_rows: int = HEAD_ROWS, *, head_kernel: HeadKernel = "torch"
+    ) -> None:
         super().__init__()
         self.lm = lm
         self._chunk_rows = chunk_rows
-        self._compiled = compiled
+        self._head_kernel = head_kernel
 
     def forward(
         self, micro: MicroBatch, *, entropy_gradient: bool = False
@@ -53,7 +55,7 @@ class PolicyModel(nn.Module):
             micro.targets,
             chunk_rows=self._chunk_rows,
             entropy_gradient=entropy_gradient,
-            compiled=self._compiled,
+            kernel=self._head_kernel,
         )
         return logprobs[micro.predictions], entropy[micro.predictions]
 
@@ -154,13 +156,13 @@ def policy_on_meta(
     *,
     recompute: bool = False,
     chunk_rows: int = HEAD_ROWS,
-    compiled: bool = False,
+    head_kernel: HeadKernel = "torch",
     attention: str = "sdpa",
 ) -> PolicyModel:
     """The model of a Hugging Face directory in fp32, still without its numbers (loading.py).
 
     recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
-    1604.06174). chunk_rows, compiled: as head_logprobs has them. Raises what causal_lm_on_meta
+    1604.06174). chunk_rows, head_kernel: as head_logprobs has them. Raises what causal_lm_on_meta
     raises.
     """
     lm = causal_lm_on_meta(directory, attention)
@@ -168,7 +170,7 @@ def policy_on_meta(
     if recompute:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lm.train()  # else transformers leaves it out; there is no dropout
-    return PolicyModel(lm, chunk_rows, compiled=compiled)
+    return PolicyModel(lm, chunk_rows, head_kernel=head_kernel)
 
 
 def critic_on_meta(directory: Path, *, attention: str = "sdpa") -> ValueModel:

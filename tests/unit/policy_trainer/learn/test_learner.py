@@ -36,6 +36,7 @@ from paceline.services.policy_trainer.algorithm_settings import (
 from paceline.services.policy_trainer.batches.batch import TrainBatch, make_batch
 from paceline.services.policy_trainer.best import Best, read_best
 from paceline.services.policy_trainer.config import PolicyOptimizerConfig, PolicyTrainerConfig
+from paceline.services.policy_trainer.learn import build
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.learner import Learner
@@ -177,7 +178,7 @@ def test_what_has_left_the_device_between_steps_is_saved_from_there_and_goes_on_
 def test_a_compiled_head_steps_as_the_other_does(model_dir: Path, mesh: DeviceMesh) -> None:
     settings = {"algorithm": GrpoConfig(entropy_coefficient=0.01), "head_rows": 64}
     plain, compiled = (
-        learner(model_dir, mesh, **settings, head_compiled=given) for given in (False, True)
+        learner(model_dir, mesh, **settings, head_kernel=one) for one in ("torch", "compiled")
     )
     for step in range(2):
         one, other = plain.step(batch(step)).figures, compiled.step(batch(step)).figures
@@ -193,7 +194,29 @@ def test_a_compiled_head_without_a_compiler_is_refused_before_anything_is_loaded
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
-        learner(model_dir, mesh, head_compiled=True)
+        learner(model_dir, mesh, head_kernel="compiled")
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "message"),
+    [
+        ("cpu", {"compute_dtype": "bfloat16"}, "on CUDA and in bfloat16"),
+        ("cuda", {}, "on CUDA and in bfloat16"),
+        (
+            "cuda",
+            {"compute_dtype": "bfloat16", "algorithm": GrpoConfig(entropy_coefficient=0.1)},
+            "no gradient of the entropy",
+        ),
+        ("cuda", {"compute_dtype": "bfloat16"}, r"paceline\[cut\]"),
+    ],
+)
+def test_cut_cross_entropy_is_refused_where_it_cannot_train(
+    device: str, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    config = PolicyTrainerConfig(head_kernel="cut_cross_entropy", **settings)
+    with pytest.raises(ConfigError, match=message):
+        build.check_head(config, device)
 
 
 def test_a_checkpoint_in_the_memory_of_the_one_before_holds_the_later_step(
