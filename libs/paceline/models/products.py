@@ -2,8 +2,9 @@
 
 torch sends such products to MKL, which keeps to AVX2 on processors that are not Intel's, and asks
 oneDNN for compiled layers alone. With AVX-512 (measured: AMD Zen 5) oneDNN takes half of the time
-from some dozen rows on, and longer below, where its start counts: `paceline bench products`. Both
-add the same numbers in another order, so results differ by roundings.
+from some dozen rows on, and longer below, where its start counts; on Intel's own MKL is quicker
+(measured: a Xeon, up to twice): `paceline bench products`. Both add the same numbers in another
+order, so results differ by roundings.
 
 Whatever is not float32 on such a CPU goes where torch sends it. See docs/adr/0071.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from paceline.processor import processor_field
 
 FEWEST_ROWS = 32
 """With fewer rows of activations oneDNN's start takes what its product saves."""
@@ -24,9 +27,9 @@ thousand. So it is asked for multiples of STEP, and where one product is worth a
 
 
 def _quicker() -> bool:
-    return torch.backends.mkldnn.is_available() and (
-        torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    mkl_is_held_back = processor_field("vendor_id") not in ("", "GenuineIntel")
+    return torch.backends.mkldnn.is_available() and wide and mkl_is_held_back
 
 
 ONEDNN = _quicker()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import psutil
 
 from paceline.local.processes import usable_cores
+from paceline.processor import processor_field
 
 _PACKAGES = (
     "paceline",
@@ -44,9 +44,4 @@ def versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "an unnamed processor"
+    return processor_field("model name") or platform.processor() or "an unnamed processor"
