@@ -34,6 +34,10 @@ class AdaptersConfig(Config):
         min_length=1,
     )
     """Linear layers of each decoder layer that have them."""
+    publish: Literal["weights", "adapters"] = "weights"
+    """What is pushed: whole weights with the product added, or the adapters alone, which engines
+    add to the start policy they hold. That must be the same files, stored in publish_dtype.
+    """
 
     @property
     def scale(self) -> float:

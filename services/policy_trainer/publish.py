@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import DataLoss, ResourceExhausted
+from paceline.models.adapters import AddedAdapters
 from paceline.rpc import channel, wait_ready
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.learn.weights import EMBEDDING, HEAD
 from paceline.telemetry import get_logger
 from paceline.tensors import NamedTensor, TensorLayout, head_hash_of
 from paceline.training.process import from_all_ranks, from_rank_zero
@@ -26,12 +28,11 @@ from paceline.v1.weights_pb2 import Manifest
 from paceline.weights import pull_weights
 from paceline.weights.announcing import check_share
 from paceline.weights.handover import ScratchFile
+from paceline.weights.manifest import ADAPTERS, unchecked_manifest
 from paceline.weights.manifest import layouts as layouts_of
-from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
 from paceline.weights.shares import Announced, HeldTensor, Senders
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONNECT_S = 5.0
 """To the gateway or the drafter trainer."""
 _log = get_logger(__name__)
@@ -44,7 +45,7 @@ class Publication:
     """One version, and what this rank holds of it."""
 
     version: int
-    policy: Announced  # what model.safetensors holds: no lm_head where it is tied
+    policy: Announced  # what model.safetensors holds: no lm_head where it is tied, or adapters
     head: Announced  # embed_tokens and lm_head, also where they are one
 
 
@@ -59,15 +60,20 @@ def publication_of(
     shapes: Mapping[str, Sequence[int]],
     config: PolicyTrainerConfig,
     make_room: Callable[[], None] | None = None,
+    added: AddedAdapters | None = None,
 ) -> Publication:
     """The rows that this rank holds of the weights, which come in the order of `shapes`, in serving
-    type. Collective.
+    type. Collective. added: the policy's version is adapters, and goes without embedding and head.
 
     They lie in a file without a name. Raises, on all ranks, ResourceExhausted where one of them
     finds no room, nor after `make_room`, and WeightsError where a number is not finite.
     """
-    dtype = getattr(torch, config.publish_dtype)
-    layouts = [TensorLayout(name, _NAMES[dtype], tuple(shape)) for name, shape in shapes.items()]
+    dtypes = dict.fromkeys(shapes, getattr(torch, config.publish_dtype))
+    if added is not None:  # engines keep the start's head, and know it by these bytes
+        dtypes |= {one: getattr(torch, added.stored) for one in dtypes if one in (EMBEDDING, HEAD)}
+    layouts = [
+        TensorLayout(name, _NAMES[dtypes[name]], tuple(shape)) for name, shape in shapes.items()
+    ]
     held = [_held(layout) for layout in layouts]
     file = _file_of_each_rank(sum(one.nbytes for one in held), config, make_room)
     buffer = file.memory if file else memoryview(b"")
@@ -80,8 +86,8 @@ def publication_of(
         rows = local_of(weight)
         assert rows.shape == own.shape, f"{name} is sharded otherwise than by rows"
         if own.nbytes:
-            convert(rows, torch.frombuffer(data, dtype=dtype).view(own.shape))
-    return _announced(version, layouts, tensors, file)
+            convert(rows, torch.frombuffer(data, dtype=dtypes[name]).view(own.shape))
+    return _announced(version, layouts, tensors, file, added)
 
 
 def _held(layout: TensorLayout) -> TensorLayout:
@@ -99,6 +105,7 @@ def _announced(
     layouts: Sequence[TensorLayout],
     tensors: Mapping[str, NamedTensor],
     file: ScratchFile | None,
+    added: AddedAdapters | None,
 ) -> Publication:
     """Two manifests, complete on every rank; `tensors` lie in the file, one behind the other.
     Collective.
@@ -112,7 +119,11 @@ def _announced(
     of = {layout.name: layout for layout in layouts}
     embedding = of[EMBEDDING]
     heads = [embedding, of.get(HEAD, TensorLayout(HEAD, embedding.dtype, embedding.shape))]
-    policy = unchecked_manifest(WEIGHT_TARGET_POLICY, version, layouts, lm_head_hash=name)
+    own = [one for one in layouts if added is None or one.name not in both]
+    metadata = {} if added is None else {ADAPTERS: added.text()}
+    policy = unchecked_manifest(
+        WEIGHT_TARGET_POLICY, version, own, lm_head_hash=name, metadata=metadata
+    )
     whole = unchecked_manifest(WEIGHT_TARGET_POLICY_HEAD, version, heads, lm_head_hash=name)
     return Publication(
         version,

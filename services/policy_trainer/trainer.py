@@ -217,10 +217,11 @@ class PolicyTrainer:
 
     def _published(self, command: Train) -> Publication | None:
         """What is pushed of the weights; None when that failed, and the parent has been told."""
-        weights, shapes = self.learner.published(), self.learner.shapes()
+        weights = self.learner.weights
+        pushed, shapes = weights.pushed(), weights.pushed_shapes()
         version, make_room = self.progress.policy_version, self._publisher.forget
         try:
-            return publication_of(version, weights, shapes, self.config, make_room)
+            return publication_of(version, pushed, shapes, self.config, make_room, weights.added)
         except (ResourceExhausted, WeightsError) as error:
             if self.zero:
                 self.zero.failed(command.command_id, error)

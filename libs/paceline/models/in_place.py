@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ResourceExhausted, WeightsError
+from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights, Finish, Matrix
 from paceline.models.loading import (
@@ -33,7 +34,6 @@ from paceline.models.loading import (
     built_of,
     checked_model,
     hash_head,
-    read_tensors,
     stored_head,
 )
 from paceline.models.profiles import Profile
@@ -76,6 +76,8 @@ class ServedModel:
     profile: Profile | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     finish: Finish | None = None
+    start: Path | None = None
+    """The model that versions of adapters alone are added to."""
 
     @property
     def number_format(self) -> str:
@@ -98,7 +100,7 @@ class ServedModel:
         """
         weights = build_weights(
             self.config,
-            read_tensors(path),
+            read_version(path, self.start),
             dtype=self.dtype,
             positions=self.positions,
             device=self.device,
@@ -130,7 +132,7 @@ class ServedModel:
 
         Raises as `load` does, and ResourceExhausted where the disk is full.
         """
-        named = checked_model(self.config, read_tensors(path))
+        named = checked_model(self.config, read_version(path, self.start))
         with _unnamed_file(path) as file:
             tensors = _written(file, self.built(named))
         return StagedWeights(self.profile, tensors, hash_head(stored_head(named)), path)
@@ -138,7 +140,7 @@ class ServedModel:
     def restore(self, weights: DecoderWeights, path: Path) -> None:
         """Reads the version that serves into its storages again. Raises as `load` does."""
         found = storages(weights)
-        for name, tensor in self.built(checked_model(self.config, read_tensors(path))):
+        for name, tensor in self.built(checked_model(self.config, read_version(path, self.start))):
             overwrite(found[name], tensor)
 
 

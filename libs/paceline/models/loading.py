@@ -201,14 +201,13 @@ def build_weights(
     return assembled(config, built, rotation, hash_head(stored_head(named)))
 
 
-def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors that a model is made of. Raises WeightsError, see check_tensors."""
-    named = dict(tensors)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and "lm_head.weight" in tensors:
         # Exporters disagree about writing the tied copy; it carries nothing.
-        named.pop("lm_head.weight", None)
-    check_tensors(named, model_shapes(config))
-    return named
+        tensors = {name: one for name, one in tensors.items() if name != "lm_head.weight"}
+    check_tensors(tensors, model_shapes(config))
+    return tensors
 
 
 def stored_head(named: Mapping[str, Tensor]) -> Tensor:

@@ -22,7 +22,8 @@ from paceline.services.policy_trainer.batches.batch import MicroBatch
 from paceline.services.policy_trainer.config import AdaptersConfig
 from paceline.services.policy_trainer.learn.model import PolicyModel
 
-_NAME = "default"  # peft's, of the only adapter of a module
+ADAPTER = "default"
+"""peft's name of the only adapter of a module."""
 _FILES = "base_model.model."
 """What peft puts before the names in an adapter's file."""
 
@@ -53,11 +54,11 @@ def fill_adapters(
     The numbers follow from seed and name, and are the same on every rank.
     """
     for layer in _adapted(unit):
-        for side in (layer.lora_A[_NAME], layer.lora_B[_NAME]):
+        for side in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             if not side.weight.is_meta:
                 continue
             fresh = torch.zeros(side.weight.shape)
-            if side is layer.lora_A[_NAME]:
+            if side is layer.lora_A[ADAPTER]:
                 own = zlib.crc32(f"{seed}/{names[side.weight]}".encode())
                 draw = torch.Generator().manual_seed(own)
                 nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=draw)
@@ -67,7 +68,7 @@ def fill_adapters(
 def factors(model: PolicyModel) -> dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]]:
     """A [rank, in] and B [out, rank] of each weight [out, in] that has them, as they are now."""
     return {
-        layer.base_layer.weight: (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight)
+        layer.base_layer.weight: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
         for layer in _adapted(model)
     }
 
@@ -95,7 +96,7 @@ def write_adapters(
     described.base_model_name_or_path = str(start)
     described.save_pretrained(directory)
     tensors = {
-        _FILES + name.replace(f".{_NAME}.", "."): tensor.contiguous()
+        _FILES + name.replace(f".{ADAPTER}.", "."): tensor.contiguous()
         for name, tensor in trained.items()
     }
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
@@ -120,11 +121,11 @@ def _adapted(model: nn.Module) -> list[Any]:
 @contextmanager
 def _silent(model: nn.Module) -> Iterator[None]:
     layers = _adapted(model)
-    before = [layer.scaling[_NAME] for layer in layers]
+    before = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:
-        layer.scaling[_NAME] = 0.0
+        layer.scaling[ADAPTER] = 0.0
     try:
         yield
     finally:
         for layer, scale in zip(layers, before, strict=True):
-            layer.scaling[_NAME] = scale
+            layer.scaling[ADAPTER] = scale

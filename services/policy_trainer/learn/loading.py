@@ -88,6 +88,14 @@ class StartWeights:
                     filled[parameter] = nn.Parameter(whole, parameter.requires_grad)
                 owner.register_parameter(key, filled[parameter])
 
+    def dtype(self, name: str) -> str:
+        """What a tensor is stored in, as torch calls it; empty where there is none."""
+        if name not in self._files:
+            return ""
+        with safe_open(self._files[name], framework="pt") as opened:
+            first: Tensor = opened.get_slice(name)[:1]
+        return str(first.dtype).removeprefix("torch.")
+
     def read(self, name: str, shape: torch.Size) -> Tensor:
         """One tensor in fp32. Raises as `fill` does."""
         path = self._files.get(name)

@@ -1,7 +1,8 @@
 """The policy's weights: which are trained, and which are published and exported.
 
 Without adapters they are the same. With them the adapters alone are trained and written to
-checkpoints; published is W + (alpha / rank) B A, which any engine serves.
+checkpoints; published is W + (alpha / rank) B A, which any engine serves, and pushed that or the
+adapters.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.errors import ConfigError
+from paceline.models.adapters import AddedAdapters, hash_of_start
+from paceline.models.loading import DTYPES
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.learn.adapters import factors, write_adapters
+from paceline.services.policy_trainer.learn.adapters import ADAPTER, factors, write_adapters
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import PolicyModel
 from paceline.training.checkpoints import sharded_like
+from paceline.training.process import from_rank_zero
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""What the drafter trainer needs of every version; the second where the two are not one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class PolicyWeights:
             else everything
         )
         """Sharded, in fp32."""
+        self.added = self._added() if self._settings.publish == "adapters" and beside else None
+        """What pushed adapters are added to; None: whole weights are pushed."""
 
     @property
     def adapted(self) -> bool:
@@ -67,6 +78,24 @@ class PolicyWeights:
             pair = self._pairs.get(name)
             yield name, weight if pair is None else self._merged(weight, pair)
 
+    def pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """What receivers are sent, sharded and in fp32, in the order of `pushed_shapes`: whole
+        weights, or embedding, head and adapters. Collective.
+        """
+        return self.published() if self.added is None else iter(self._apart().items())
+
+    def pushed_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of what is pushed; adapters under the names that read_version knows."""
+        return {
+            name: one.shape for name, one in (self._apart() if self.added else self._whole).items()
+        }
+
+    def _apart(self) -> dict[str, Tensor]:
+        heads = {name: one for name, one in self._whole.items() if name in (EMBEDDING, HEAD)}
+        return heads | {
+            name.replace(f".{ADAPTER}.", "."): one for name, one in sorted(self.trained.items())
+        }
+
     def exported(
         self, trained: Iterable[tuple[str, Tensor]], directory: Path
     ) -> Iterator[tuple[str, Tensor]]:
@@ -84,6 +113,17 @@ class PolicyWeights:
             if pair is not None:
                 weight.addmm_(found[pair.up], found[pair.down], alpha=self._settings.scale)
             yield name, weight
+
+    def _added(self) -> AddedAdapters:
+        stored = StartWeights(self._model).dtype(EMBEDDING)
+        if stored not in DTYPES:
+            raise ConfigError(
+                "adapters cannot be pushed alone over a start policy in these numbers",
+                seen=f"{stored} in {self._model}",
+                allowed=f"{', '.join(DTYPES)}, or policy_trainer.adapters.publish=weights",
+            )
+        start = hash_of_start(self._model) if dist.get_rank() == 0 else ""
+        return AddedAdapters(self._settings.scale, from_rank_zero(start), stored)
 
     def _merged(self, weight: nn.Parameter, pair: _Pair) -> Tensor:
         """Each rank its own rows: B is sharded as the weight is, A is small and gathered."""

@@ -110,6 +110,28 @@ def pushing(model: Path, out: Path, given: Mapping[str, object], spoil: Mapping[
     dist.destroy_process_group()
 
 
+def adapted(model: Path, out: Path, dtype: str) -> None:
+    """Publishes adapters alone; each rank writes what it holds, rank 0 what is announced and the
+    whole weights.
+    """
+    adapters = {"rank": 4, "publish": "adapters"}
+    learner = stepped(model, out, {"adapters": adapters, "publish_dtype": dtype})
+    weights = learner.weights
+    publication = publication_of(
+        1, weights.pushed(), weights.pushed_shapes(), learner.config, added=weights.added
+    )
+    for part, one in (("policy", publication.policy), ("head", publication.head)):
+        for tensor in one.share.tensors:
+            (out / f"{part}.{tensor.name}.{dist.get_rank()}").write_bytes(tensor.view)
+    full = whole(learner.published())
+    if dist.get_rank() == 0:
+        for part, one in (("policy", publication.policy), ("head", publication.head)):
+            (out / f"{part}.manifest").write_bytes(one.manifest.SerializeToString())
+        save_file(full, out / "full.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def taking(model: Path, out: Path, dtype: str) -> None:
     """Takes what serves where its bits differ; rank 0 writes own weights, those, and the taken."""
     streaming.PIECE_BYTES = PIECE

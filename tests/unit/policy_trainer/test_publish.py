@@ -14,7 +14,7 @@ import pytest
 import torch
 from integration.weight_receivers import P, Recorder
 from rank_processes import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from unit.policy_trainer import publishing_ranks
 from unit.policy_trainer.publishing_ranks import PIECE
@@ -22,12 +22,14 @@ from unit.policy_trainer.publishing_ranks import PIECE
 from paceline.config import SecurityConfig
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.local.patience import patient
+from paceline.models.adapters import read_version
 from paceline.rpc import EpochGuard, Server
 from paceline.services.policy_trainer import publish
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.publish import EMBEDDING, HEAD, check_same_model
 from paceline.tensors import NamedTensor, decode_safetensors, head_hash
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
+from paceline.v1.weights_pb2 import Manifest
 from paceline.weights import (
     SERVICE_NAME,
     Spool,
@@ -35,6 +37,7 @@ from paceline.weights import (
     add_weight_service,
     build_manifest,
 )
+from paceline.weights.manifest import ADAPTERS, DOCUMENTS
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,46 @@ def test_what_is_published_and_exported_is_the_whole_state_and_no_rank_holds_mor
     largest = max(one.nbytes for one in full.values())
     assert held[0][1] <= 2 * largest  # one tensor, and the next while it is let go
     assert sum(one.nbytes for one in full.values()) > 4 * largest
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stored", "dtype"),
+    [(1, "bfloat16", "float32"), (2, "float32", "bfloat16"), (3, "bfloat16", "float32")],
+)
+def test_adapters_published_alone_are_over_their_start_what_is_trained(
+    model_dir: Path, tmp_path: Path, ranks: int, stored: str, dtype: str
+) -> None:
+    start = tmp_path / "start"
+    LlamaForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, stored)).save_pretrained(start)
+    run_ranks(publishing_ranks.adapted, ranks, tmp_path, start, tmp_path, dtype)
+    policy, head = (
+        Manifest.FromString((tmp_path / f"{part}.manifest").read_bytes())
+        for part in ("policy", "head")
+    )
+
+    def whole(part: str, name: str) -> bytes:
+        return b"".join((tmp_path / f"{part}.{name}.{r}").read_bytes() for r in range(ranks))
+
+    version = tmp_path / "version"
+    version.mkdir()
+    tensors = {
+        one.name: torch.frombuffer(
+            bytearray(whole("policy", one.name)), dtype=getattr(torch, dtype)
+        ).view(*one.shape)
+        for one in policy.tensors
+    }
+    save_file(tensors, version / "model.safetensors")
+    (version / DOCUMENTS[ADAPTERS]).write_text(policy.metadata[ADAPTERS], encoding="utf-8")
+    assert all("lora" in name for name in tensors)
+    found, full = read_version(version, start), load_file(tmp_path / "full.safetensors")
+    assert found.keys() == full.keys()
+    close = 1e-6 if dtype == "float32" else 1e-3  # of what steps of 0.01 have moved
+    for name, one in full.items():
+        assert torch.allclose(found[name].float(), one, atol=close), name
+
+    stored_head = load_file(start / "model.safetensors")[EMBEDDING]
+    assert whole("head", EMBEDDING) == bits(stored_head)
+    assert policy.lm_head_hash == head.lm_head_hash == head_hash(bits(stored_head))
 
 
 def test_an_export_says_in_transformers_what_was_trained(model_dir: Path, tmp_path: Path) -> None:

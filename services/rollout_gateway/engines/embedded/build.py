@@ -86,6 +86,7 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         positions,
         chosen_profile(spec.profile, config),
         finish=compiled_finish() if spec.compile else None,
+        start=Path(spec.model_dir),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import WeightsError
+from paceline.models.adapters import DOWN, FILE, UP, AddedAdapters, hash_of_start
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import PluginWeights
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.trajectory import Target, VersionSet
@@ -55,3 +56,21 @@ def test_a_drafter_never_carries_what_it_shares_with_the_target(
     weights.prepare(Target.DRAFTER, 4, tmp_path)
     prepared = weights.prepared.changes(VersionSet(1, 0, 4))[Target.DRAFTER]
     assert prepared.tensors.keys() == tensors.keys()
+
+
+def test_adapters_alone_are_handed_over_as_whole_weights(
+    weights: PluginWeights, tmp_path: Path
+) -> None:
+    start = load_file(DEMO / "policy_start" / "model.safetensors")
+    name = next(name for name in start if name.endswith("q_proj.weight"))
+    stem, (rows, width) = name.removesuffix(".weight"), start[name].shape
+    up, down = torch.randn(rows, 2), torch.randn(2, width)
+    save_file({stem + UP: up, stem + DOWN: down}, tmp_path / "model.safetensors")
+    document = AddedAdapters(0.5, hash_of_start(DEMO / "policy_start")).text()
+    (tmp_path / FILE).write_text(document, encoding="utf-8")
+    weights.prepare(Target.POLICY, 1, tmp_path)
+    prepared = weights.prepared.changes(VersionSet(1, 1, 0))[Target.POLICY].tensors
+    assert prepared.keys() == start.keys()
+    changed = start[name].double() + 0.5 * up.double() @ down.double()
+    assert torch.allclose(prepared[name].double(), changed, atol=1e-5)
+    assert all(torch.equal(one, prepared[key]) for key, one in start.items() if key != name)

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.errors import WeightsError
-from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
+from paceline.models.adapters import read_version
+from paceline.models.loading import check_tensors, hash_head, weight_files
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
 from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -60,7 +61,7 @@ class PluginWeights:
 
     def __init__(self, spec: SGLangSpec) -> None:
         self._shared = spec.shared_with_target
-        policy = Path(spec.model_dir)
+        self._start = policy = Path(spec.model_dir)
         self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
         if spec.drafter_dir:
             shapes = checkpoint_shapes(Path(spec.drafter_dir))
@@ -86,7 +87,7 @@ class PluginWeights:
         """
         if target not in self._shapes:
             raise missing("sglang", Capability.DRAFTER_UPDATE)
-        tensors = read_tensors(path)
+        tensors = dict(read_version(path, self._start))
         expected = self._shapes[target]
         if target is Target.DRAFTER:
             self._check_vocabulary(tensors)
