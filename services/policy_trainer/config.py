@@ -81,6 +81,14 @@ class AuditConfig(Config):
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 
 
+LOGITS_BYTES = 256 << 20
+
+
+def rows_of_head(vocabulary: int) -> int:
+    """Rows whose logits fill LOGITS_BYTES in float32: 441 of a vocabulary of 152k."""
+    return max(1, LOGITS_BYTES // (4 * vocabulary))
+
+
 class PolicyTrainerConfig(ServiceConfig):
     """The policy trainer's tree."""
 
@@ -122,9 +130,9 @@ class PolicyTrainerConfig(ServiceConfig):
     in one row begin with alike is computed once, but with attention "flash". 0: for each batch the
     width, up to 4,096, that promises the shortest step.
     """
-    head_rows: int = Field(default=1024, ge=1)
+    head_rows: int = Field(default=0, ge=0)
     """Tokens whose logits are computed at once; more of them in chunks, which are computed again in
-    the backward.
+    the backward. 0: as many as have 256 MiB of logits in float32.
     """
     head_kernel: Literal["torch", "compiled", "cut_cross_entropy"] = "torch"
     """What turns the head's hidden rows into log-probs and entropy. compiled: one kernel reads the
@@ -175,3 +183,8 @@ class PolicyTrainerConfig(ServiceConfig):
     def checkpoints_dir(self) -> Path:
         """Where checkpoints and batch records of the run lie."""
         return Path(self.run.dir) / "checkpoints" / "policy"
+
+    def rows_of_logits(self, vocabulary: int) -> int:
+        """Tokens whose logits are there at once."""
+        none = self.head_kernel == "cut_cross_entropy"
+        return 0 if none else self.head_rows or rows_of_head(vocabulary)

@@ -171,7 +171,7 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
                 reshard=policy.reshard_after_forward,
                 recompute=policy.recompute_activations,
                 item=_ITEM[policy.compute_dtype],
-                head_rows=0 if policy.head_kernel == "cut_cross_entropy" else policy.head_rows,
+                head_rows=policy.rows_of_logits(model.vocab_size),
                 critic=policy.algorithm.name == "ppo",
                 reference=policy.algorithm.kl.coefficient > 0,
                 adapters=memory_plan.adapter_parameters(

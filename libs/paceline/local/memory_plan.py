@@ -177,7 +177,6 @@ class PolicySizes:
     item: int = FLOAT
     """Bytes of a number that is computed with."""
     head_rows: int = 1024
-    """Whose logits are there at once."""
     """Tokens whose logits are there at once."""
     critic: bool = False
     reference: bool = False

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from paceline.services.policy_trainer.batches.batch import MicroBatch
+from paceline.services.policy_trainer.config import rows_of_head
 from paceline.services.policy_trainer.learn.head import HeadKernel, head_logprobs
 from paceline.services.policy_trainer.learn.loading import KERNELS, causal_lm_on_meta
 
@@ -21,8 +22,6 @@ MASKED = 2.5
 """What a multiplication in attention takes, in those of products: of masked rows on a CPU a core
 does fewer a second (2.6 times, of the demo's policy).
 """
-HEAD_ROWS = 1024
-"""Rows of the head at once: of a vocabulary of 152k their logits are 0.6 GB in fp32."""
 
 
 class PolicyModel(nn.Module):
@@ -32,12 +31,11 @@ class PolicyModel(nn.Module):
     A trained token that several trajectories share is predicted once.
     """
 
-    def __init__(
-        self, lm: Any, chunk_rows: int = HEAD_ROWS, *, head_kernel: HeadKernel = "torch"
-    ) -> None:
+    def __init__(self, lm: Any, chunk_rows: int = 0, *, head_kernel: HeadKernel = "torch") -> None:
+        """chunk_rows, head_kernel: policy_trainer.head_rows and head_kernel."""
         super().__init__()
         self.lm = lm
-        self._chunk_rows = chunk_rows
+        self._chunk_rows = chunk_rows or rows_of_head(lm.config.vocab_size)
         self._head_kernel = head_kernel
 
     def forward(
@@ -155,14 +153,14 @@ def policy_on_meta(
     directory: Path,
     *,
     recompute: bool = False,
-    chunk_rows: int = HEAD_ROWS,
+    chunk_rows: int = 0,
     head_kernel: HeadKernel = "torch",
     attention: str = "sdpa",
 ) -> PolicyModel:
     """The model of a Hugging Face directory in fp32, still without its numbers (loading.py).
 
     recompute: keep of each decoder layer's forward its input alone (Chen et al. 2016, arXiv
-    1604.06174). chunk_rows, head_kernel: as head_logprobs has them. Raises what causal_lm_on_meta
+    1604.06174). chunk_rows, head_kernel: as PolicyModel has them. Raises what causal_lm_on_meta
     raises.
     """
     lm = causal_lm_on_meta(directory, attention)

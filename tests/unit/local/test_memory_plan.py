@@ -21,6 +21,7 @@ from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.in_place import ServedModel, storages
 from paceline.models.profiles import ROUNDED, chosen_profile
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import policy_on_meta
 
@@ -306,7 +307,10 @@ def test_half_of_the_eight_gpus_carry_the_policy_where_it_has_its_own(tmp_path: 
         "drafter_trainer: 4",
     ]
     # nobody else has its GPUs
-    alone = policy_plan(ranks=4, tokens=10_240, reshard=True, recompute=True, item=2)
+    rows = PolicyTrainerConfig().rows_of_logits(152_064)
+    alone = policy_plan(
+        ranks=4, tokens=10_240, reshard=True, recompute=True, item=2, head_rows=rows
+    )
     whole = memory_plan.shown(alone.total + memory_plan.LIBRARIES)
     assert f"policy_trainer {whole}," in turns or f"policy_trainer {whole};" in turns
 
