@@ -90,3 +90,32 @@ def test_weights_are_loaded_between_two_rounds_in_measured_time(client: WorkerCl
     committed = time.perf_counter()
     sys.stdout.write(f"prepare {prepared - began:.3f} s, commit {committed - prepared:.3f} s\n")
     assert client.ask(get_health=pb.GetHealth()).health.versions.policy == 1
+
+
+def test_layers_in_fp8_take_a_version_as_if_they_had_begun_with_it(tmp_path: Path) -> None:
+    """Captured graphs read the storages that are written over."""
+    said = []
+    for number, start in enumerate(("policy_trained", "policy_start")):
+        spec = SGLangSpec(
+            model_dir=str(DEMO / start),
+            dtype="bfloat16",
+            device="cuda",
+            max_sequence_tokens=256,
+            arguments={"quantization": "fp8"},
+        )
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        one = WorkerClient("sglang", spec.model_dump(mode="json"), folder, 2 * 128, 600)
+        try:
+            before = tokens(one, 1, "off")
+            prepare = pb.PrepareWeights(
+                target=pb.WEIGHT_TARGET_POLICY, version=1, path=str(DEMO / "policy_start")
+            )
+            one.ask(prepare_weights=prepare)
+            versions = tpb.VersionSet(seq=1, policy=1)
+            one.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_RETRACT))
+            said.append((before, tokens(one, 2, "off")))
+        finally:
+            one.close()
+    (trained, updated), (begun, same) = said
+    assert updated == same == begun != trained

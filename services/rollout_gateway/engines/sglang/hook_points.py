@@ -105,6 +105,12 @@ HOOK_POINTS = (
         "capture.full_rows",
     ),
     HookPoint(
+        "model_loader.loader.DefaultModelLoader.postprocess_weights",
+        "AROUND",
+        "rounded.postprocessed",
+        "model, target_device",
+    ),
+    HookPoint(
         "model_executor.model_runner.ModelRunner.load_model",
         "AFTER",
         "capture.model_loaded",

@@ -33,7 +33,8 @@ class SGLangConfig(Config):
     """What a new drafter does to running requests."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
     """Further arguments of SGLang's server, by its own names; they come last. Its quantization is
-    what spans of tokens are told to be computed with.
+    what spans of tokens are told to be computed with; one that SGLang rounds to itself after
+    loading, such as fp8, takes a run's versions, a checkpoint that is stored rounded does not.
     """
 
     @property

@@ -29,12 +29,14 @@ def register() -> None:
     from paceline.services.rollout_gateway.engines.sglang.plugin import (
         capture,
         loop,
+        rounded,
         rounds,
         sampling,
     )
     from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 
-    modules = {"loop": loop, "sampling": sampling, "capture": capture, "rounds": rounds}
+    hooked = (loop, sampling, capture, rounds, rounded)
+    modules = {module.__name__.rpartition(".")[2]: module for module in hooked}
     plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
     for point in HOOK_POINTS:
         module, name = point.hook.split(".")

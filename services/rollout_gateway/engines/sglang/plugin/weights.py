@@ -23,6 +23,7 @@ from paceline.models.adapters import read_version
 from paceline.models.loading import check_tensors, hash_head, weight_files
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
 from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
+from paceline.services.rollout_gateway.engines.sglang.plugin import rounded
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.speculators.shift import AcceptanceShift, read_shift
 from paceline.trajectory import Target, VersionSet
@@ -148,6 +149,9 @@ def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
     _check(updater.begin_weight_update(BeginWeightUpdateReqInput(selector=selector)), "begin")
     try:
         for _, runner in updater._select_runners(selector):
+            if rounded.rounds(runner.model):
+                rounded.update(runner.model, tensors)
+                continue
             done, message = runner.weight_updater.update_weights_from_tensor(
                 named_tensors=list(tensors.items())
             )
