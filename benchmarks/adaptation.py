@@ -36,7 +36,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "AdamW": {"--optimizer": "adamw"},
     "AdamW, not averaged": {"--optimizer": "adamw", "--average": "0"},
     "clip 2": {"--clip-norm": "2"},
-    "warm-up 0": {"--warmup-steps": "0"},
+    "warm-up 20": {"--warmup-steps": "20"},
     "512 tokens a step": {"--batch-tokens": "512", "--row-tokens": "512"},
     "features 5 times": {"--option": "feature_weight=5.0"},
     "tokens 10 times": {"--option": "token_weight=1.0"},
@@ -46,7 +46,7 @@ COMMON = ("--heldout-share", "0.1")
 BASE_OPTIONS = {
     "--lr": "2.5e-3",
     "--clip-norm": "0.5",
-    "--warmup-steps": "20",
+    "--warmup-steps": "0",
     "--batch-tokens": "256",
     "--row-tokens": "256",
 }
