@@ -58,21 +58,19 @@ def postprocessed(
     """
     if hasattr(model, _RECORD):
         return
-    loaded = {name: _parameters(module) for name, module in _rounding(model)}
     before = {
-        name: {key: Loaded.of(one) for key, one in own.items()} for name, own in loaded.items()
+        name: {key: Loaded.of(one) for key, one in _parameters(module).items()}
+        for name, module in _rounding(model)
     }
     original(model, target_device)
     record: Record = {}
     for name, module in _rounding(model):
-        now = _parameters(module)
-        if any(now.get(key) is not one.parameter for key, one in before[name].items()):
-            record[name] = before[name]
-            for key, one in before[name].items():
-                if now.get(key) is one.parameter:  # it serves as it was loaded
-                    del record[name][key]
-                else:
-                    one.drop()
+        now = _parameters(module)  # those that serve as they were loaded are still there
+        replaced = {k: one for k, one in before[name].items() if now.get(k) is not one.parameter}
+        if replaced:
+            record[name] = replaced
+        for one in replaced.values():
+            one.drop()
     if record:
         setattr(model, _RECORD, record)
 
