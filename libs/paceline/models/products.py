@@ -63,9 +63,10 @@ def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
+    if not _float32_on_cpu(x) or weight.dtype is not torch.float32:
+        return False  # before rows are looked at: a compiled graph would be of some rows alone
     rows = x.numel() // x.shape[-1]
-    many = rows >= MANY_ROWS or (rows >= FEWEST_ROWS and rows % STEP == 0)
-    return many and _float32_on_cpu(x) and weight.dtype is torch.float32
+    return rows >= MANY_ROWS or (rows >= FEWEST_ROWS and rows % STEP == 0)
 
 
 def _float32_on_cpu(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ identifiers: error paths leave them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -48,6 +48,13 @@ def _published(schema: dict[str, Any], kind: type[Any]) -> None:
     for name, values in kind.beyond.harmless.items():
         if values is None and name.isidentifier():
             schema["properties"].setdefault(name, {"description": "Taken and not heeded."})
+    if kind.alone:
+        schema["oneOf"] = [_without(chosen, kind.alone) for chosen in kind.alone]
+
+
+def _without(chosen: str, kinds: Mapping[str, str]) -> dict[str, Any]:
+    others = {name: {"type": "null"} for name in kinds if name != chosen}
+    return {"required": [chosen], "properties": {chosen: {"type": kinds[chosen]}, **others}}
 
 
 class OpenShape(BaseModel):
@@ -56,6 +63,8 @@ class OpenShape(BaseModel):
     model_config = ConfigDict(extra="allow", json_schema_extra=_published)
     beyond: ClassVar[Beyond] = Beyond()
     """Of a body: what it may hold besides its fields."""
+    alone: ClassVar[Mapping[str, str]] = {}
+    """Fields of which a body gives exactly one, with the JSON types they have then."""
 
     def unheeded(self) -> Sequence[str]:
         """Fields of a body that ask for a form of the tools' calls, where nothing holds them to

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -32,6 +33,7 @@ class TokenizeBody(StrictShape):
     """POST /tokenize: a text, or a conversation under the chat template."""
 
     beyond = TOKENS
+    alone: ClassVar[Mapping[str, str]] = {"prompt": "string", "messages": "array"}
     model: str | None = None
     prompt: str | None = None
     messages: Several[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
@@ -60,8 +62,8 @@ async def tokenize(request: Request) -> Response:
     await caller_of(request)
     body, gateway = await bodies.read(request, TokenizeBody), gateway_of(request)
     check_model(gateway, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        given = [name for name in ("prompt", "messages") if getattr(body, name) is not None]
+    given = [name for name in body.alone if getattr(body, name) is not None]
+    if len(given) != 1:
         raise bodies.FieldError("prompt", "stands alone", seen=given, allowed="prompt, or messages")
     reads = gateway.router.ready.max_sequence_tokens
     work = partial(body.ids, gateway.codec, CONTEXTS * reads)
