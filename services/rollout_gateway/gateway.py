@@ -32,14 +32,14 @@ from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.environments import Equipment
+from paceline.services.rollout_gateway.environments.table import Equipment
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.features.publisher import (
     ROW_DTYPES,
     FeaturePublisher,
     Origin,
 )
-from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sessions.agents import Agents
 from paceline.services.rollout_gateway.sessions.outbox import Outbox

@@ -15,13 +15,13 @@ from paceline.messages import stats_to_proto
 from paceline.services.rollout_gateway.calls.call import Call, Plan
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
-from paceline.services.rollout_gateway.environments import environment
 from paceline.services.rollout_gateway.environments.base import (
     ChatTurn,
     Episode,
     EpisodeTask,
     TextTurn,
 )
+from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.sessions.assignment import (
     Assignment,

@@ -16,8 +16,8 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.environments import environment
 from paceline.services.rollout_gateway.environments.base import PreparesTasks
+from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.open import OpenRuns
 from paceline.services.rollout_gateway.runs.sample import (

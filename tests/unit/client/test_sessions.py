@@ -19,7 +19,7 @@ from unit.client.scripted_gateway import (
     serving,
 )
 
-from paceline.client import AsyncClient
+from paceline.client import AsyncClient, flows
 from paceline.errors import DeadlineExceeded, FailedPrecondition, InvalidInput, Unavailable
 from paceline.local.patience import patient
 
@@ -214,8 +214,9 @@ async def test_tasks_are_claimed_until_none_comes(gateway: ScriptedGateway, clie
 
 
 async def test_the_end_of_a_run_ends_its_tasks_and_a_gateway_that_never_was_is_an_error(
-    connect: Connect,
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(flows, "LATE_S", 1.0)
     gateway = ScriptedGateway()
     task = {"id": "t1", "prompt": "1+1=", "metadata": {}}
     gateway.then(reply(201, {**SESSION, "task": task}))

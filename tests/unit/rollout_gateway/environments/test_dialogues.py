@@ -15,9 +15,9 @@ from unit.rollout_gateway.environments.test_tool_use import Script, calls, says,
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.services.rollout_gateway.config import ToolServerConfig
-from paceline.services.rollout_gateway.environments import ToolUse
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
 from paceline.services.rollout_gateway.environments.interactions import Interactions
+from paceline.services.rollout_gateway.environments.tool_use import ToolUse
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 
 OWN = '''

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from paceline.services.rollout_gateway.config import RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRule, RewardRules
+from paceline.services.rollout_gateway.rewards.base import RewardRule
 from paceline.services.rollout_gateway.rewards.math_answer import (
     MAX_ANSWER,
     MathAnswer,
     answer_of,
     same_answer,
 )
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 
 def episode(text: str, *, answer: str = "6", finish: str = "stop") -> Episode:

@@ -14,8 +14,8 @@ from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRules
 from paceline.services.rollout_gateway.rewards.base import RuleScore
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.telemetry import prometheus_page, setup, shutdown
 
 DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"

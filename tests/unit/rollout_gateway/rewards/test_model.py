@@ -31,9 +31,10 @@ from paceline.errors import ConfigError, Unavailable
 from paceline.services.rollout_gateway.chat.messages import Message
 from paceline.services.rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRule, RewardRules
+from paceline.services.rollout_gateway.rewards.base import RewardRule
 from paceline.services.rollout_gateway.rewards.processes.pipes import Raised, Rewards, ScoreEpisodes
 from paceline.services.rollout_gateway.rewards.processes.reward_model import RewardModel
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 CHARACTERS = "0123456789+-=#<>usa "

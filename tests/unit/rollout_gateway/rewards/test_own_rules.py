@@ -20,7 +20,7 @@ from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 RULES = """
 import asyncio, os, subprocess, sys, time
@@ -342,7 +342,7 @@ def test_children_end_when_the_gateway_is_killed(path: Path) -> None:
 import asyncio, time
 from paceline.services.rollout_gateway.config import RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 async def main():
     own = {{name: f"{path}:{{name}}" for name in ("Pid", "Hangs")}}
     rules = RewardRules(RewardsConfig(own=own))

@@ -18,8 +18,8 @@ from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRules
 from paceline.services.rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, reward_of
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.telemetry import setup, shutdown, span
 
 

@@ -12,7 +12,7 @@ from paceline.config import TelemetryConfig
 from paceline.errors import InvalidInput, Unavailable
 from paceline.services.rollout_gateway.config import RemoteRewardConfig, RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards import RewardRules
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.telemetry import prometheus_page, setup, shutdown
 
 RULE = """

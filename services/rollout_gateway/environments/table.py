@@ -1,0 +1,49 @@
+"""Names the environments and builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from paceline.errors import NotFound
+from paceline.plugins import find_variant
+from paceline.services.rollout_gateway.environments.base import Environment
+from paceline.services.rollout_gateway.environments.interactions import Interactions
+from paceline.services.rollout_gateway.environments.single_turn import SingleTurn
+from paceline.services.rollout_gateway.environments.tool_use import ToolUse
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+from paceline.services.rollout_gateway.sandbox import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """What the gateway has that an environment may need."""
+
+    sandbox: Sandbox | None = None
+    own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
+    toolbox: Toolbox | None = None  # None: the tools that are built in
+    interactions: Mapping[str, str] = field(default_factory=dict)  # name -> import path
+
+
+ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
+    "single_turn": lambda equipment: SingleTurn(),
+    "tool_use": lambda equipment: ToolUse(
+        equipment.sandbox, equipment.toolbox, Interactions(equipment.interactions)
+    ),
+}
+
+
+def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
+    """The environment of that name, one of ours or of the configured ones, built from the
+    equipment.
+
+    Raises NotFound; ConfigError for one that cannot be imported.
+    """
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name](equipment)
+    if name not in equipment.own:
+        allowed = ", ".join(sorted([*ENVIRONMENTS, *equipment.own]))
+        raise NotFound(
+            "no such environment", seen=name, allowed=f"{allowed}; gateway.environments adds yours"
+        )
+    return find_variant(equipment.own[name], ENVIRONMENTS, "environment")(equipment)
