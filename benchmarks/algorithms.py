@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoRun
+from benchmarks.demo_runs import DemoPlan, DemoRun
 from benchmarks.e2e import RISE_GOAL
 from benchmarks.options import above_zero
 from benchmarks.picture import picture
@@ -75,9 +75,8 @@ async def run(options: argparse.Namespace) -> BenchResult:
         for arm in wanted:
             given = (*NO_EVALUATIONS, *ARMS[arm], *options.overrides)
             out, name = options.out.absolute(), arm.replace(", ", "-").replace(" ", "")
-            made = await demo_runs.finished_run(
-                out, seed, name, options.steps, _no_flags, given, demo_runs.two_digits()
-            )
+            plan = DemoPlan(out, seed, name, options.steps, given, workload=demo_runs.two_digits())
+            made = await demo_runs.finished_run(plan)
             runs.append(DemoRun(seed, arm, made.summary, made.steps, made.cpu_s))
             say(f"seed {seed}, {arm}: accuracy {made.summary['accuracy_last']:.3f}")
     if pair := [one for one in runs if one.arm in LATE]:
@@ -120,7 +119,3 @@ def late_picture(runs: Sequence[DemoRun]) -> str:
         for one in runs
     ]
     return picture(lines, "reward")
-
-
-async def _no_flags() -> Sequence[str]:
-    return []

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
+import os
 import statistics
+import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,40 +69,83 @@ class DemoRun:
         return float(self.summary["accuracy_last"] - self.summary["accuracy_first"])
 
 
-async def finished_run(
-    out: Path,
-    seed: int,
-    arm: str,
-    steps: int,
-    flags: Callable[[], Awaitable[Sequence[str]]],
-    overrides: Sequence[str],
-    workload: Path | None = None,
-) -> DemoRun:
-    """The finished run of a seed and an arm, made now with the demo's `flags` and settings if it is
-    not there. `workload`: settings in the place of the demo's.
+Flags = Callable[[], Awaitable[Sequence[str]]]
+"""Words for `paceline demo` that may take a while to make, such as a drafter's path."""
+
+
+async def no_flags() -> Sequence[str]:
+    """Of a run whose settings say all."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """A demo run that is wanted: a seed, an arm, and what the arm sets."""
+
+    out: Path
+    seed: int
+    arm: str
+    steps: int
+    settings: Sequence[str]
+    flags: Flags = no_flags
+    workload: Path | None = None  # settings in the place of the demo's
+
+    @property
+    def directory(self) -> Path:
+        """Of the run."""
+        return self._folder / f"demo-{self.seed}-1"
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a part of it was made before."""
+        return (self.directory / "config.toml").is_file()
+
+    @property
+    def _folder(self) -> Path:
+        return self.out / f"{self.arm}-{self.seed}"
+
+    def is_finished(self) -> bool:
+        """Whether it is there. Raises InvalidInput when the folder holds one of another length."""
+        if not (self.directory / "summary.json").is_file():
+            return False
+        summary = json.loads((self.directory / "summary.json").read_text(encoding="utf-8"))
+        if int(summary["steps"]) != self.steps:
+            raise InvalidInput(
+                "this folder holds runs of another length; choose another --out",
+                seen=self.directory,
+            )
+        return True
+
+    async def command(self) -> list[str]:
+        """Makes the run, or the rest of it."""
+        demo = [sys.executable, "-m", "paceline.cli.main", "demo", "--steps", str(self.steps)]
+        demo += ["--out", str(self._folder)]
+        if self.resumes:
+            return [*demo, "--resume", self.directory.name, *self.settings]
+        demo += ["--config", str(self.workload)] if self.workload else []
+        return [*demo, "--seed", str(self.seed), *await self.flags(), *self.settings]
+
+    def finish(self, cpu_s: float, resumed: bool) -> DemoRun:
+        """Notes beside the run what it cost, and reads it."""
+        cost = {"cpu_s": cpu_s, "resumed": resumed}
+        (self.directory / "bench.json").write_text(json.dumps(cost) + "\n")
+        return self.read()
+
+    def read(self) -> DemoRun:
+        """The finished run."""
+        return read_run(self.directory, self.seed, self.arm)
+
+
+async def finished_run(plan: DemoPlan) -> DemoRun:
+    """The finished run of a plan, made now if it is not there.
 
     Raises InvalidInput when the folder holds runs of another length, FailedPrecondition when a run
     fails.
     """
-    folder, run_id = out / f"{arm}-{seed}", f"demo-{seed}-1"
-    directory = folder / run_id
-    if _finished_steps(directory) not in (None, steps):
-        raise InvalidInput(
-            "this folder holds runs of another length; choose another --out", seen=directory
-        )
-
-    if _finished_steps(directory) is None:
-        resumed = (directory / "config.toml").is_file()
-        chosen = ["--resume", run_id] if resumed else ["--seed", str(seed), *await flags()]
-        began = time.monotonic()
-        where = ["--steps", str(steps), "--out", str(folder)]
-        where += ["--config", str(workload)] if workload and not resumed else []
-        demo = [sys.executable, "-m", "paceline.cli.main", "demo", *where]
-        cpu_s = await run_to_end([*demo, *chosen, *overrides])
-        cost = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "resumed": resumed}
-        (directory / "bench.json").write_text(json.dumps(cost) + "\n")
-
-    return read_run(directory, seed, arm)
+    if plan.is_finished():
+        return plan.read()
+    resumed = plan.resumes
+    return plan.finish(await run_to_end(await plan.command()), resumed)
 
 
 def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
@@ -113,13 +156,6 @@ def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
     cost = json.loads(cost_file.read_text(encoding="utf-8")) if cost_file.is_file() else {}
     cpu_s = None if cost.get("resumed", True) else float(cost["cpu_s"])
     return DemoRun(seed, arm, summary, [json.loads(line) for line in lines], cpu_s)
-
-
-def _finished_steps(directory: Path) -> int | None:
-    """RL steps of a finished run; None when there is none."""
-    if not (directory / "summary.json").is_file():
-        return None
-    return int(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["steps"])
 
 
 async def trained_drafter(
@@ -154,14 +190,24 @@ def demo_folder() -> Path:
     return folder
 
 
-async def run_to_end(command: Sequence[str]) -> float:
-    """Run to the end, output passed through; returns the CPU-seconds it and its children used."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-    if await process.wait() != 0:
+async def run_to_end(command: Sequence[str], log: Path | None = None) -> float:
+    """Run to the end, output passed through, or to `log`; returns the CPU-seconds it and its
+    children used. Raises FailedPrecondition when it fails.
+    """
+    process = _started(command, log)
+    _, status, usage = await asyncio.to_thread(os.wait4, process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
         shown = " ".join(command[:6])
         raise FailedPrecondition(
             f"a run failed; the same bench goes on from it: {shown} ...", seen=process.returncode
         )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return usage.ru_utime + usage.ru_stime
+
+
+def _started(command: Sequence[str], log: Path | None) -> subprocess.Popen[bytes]:
+    if log is None:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoRun, demo_folder
+from benchmarks.demo_runs import DemoPlan, DemoRun, demo_folder
 from benchmarks.result import BenchResult, Goal, Row, at_least, paired_ratio, ratio_goal, say
 from paceline.tasks import Task, read_tasks, write_tasks
 
@@ -163,9 +163,8 @@ async def _run_arm(
             return ["--frozen-drafter", str(made)]
         return ["--no-speculation"] if arm == "none" else []
 
-    return await demo_runs.finished_run(
-        out, seed, arm, steps, flags, settings, demo_runs.two_digits()
-    )
+    plan = DemoPlan(out, seed, arm, steps, settings, flags, demo_runs.two_digits())
+    return await demo_runs.finished_run(plan)
 
 
 async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -> float:

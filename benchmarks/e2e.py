@@ -1,7 +1,7 @@
 """Compares whole demo runs: no speculation, n-grams, a frozen drafter, co-trained ones.
 
-A run is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was
-interrupted goes on where it stood.
+A run is `paceline demo` in a process of its own; those of a seed take turns, a step each. Finished
+runs are kept, so a bench that was interrupted goes on where it stood.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoRun
+from benchmarks.demo_runs import DemoPlan, DemoRun
 from benchmarks.picture import picture
 from benchmarks.result import (
     BenchResult,
@@ -25,6 +25,7 @@ from benchmarks.result import (
     ratio_goal,
     say,
 )
+from benchmarks.turns import finished_in_turns
 from paceline.errors import InvalidInput
 from paceline.report.charts import Series, running_mean
 
@@ -40,8 +41,8 @@ ARMS: Mapping[str, Sequence[str]] = {
     "scratch": ("gateway.drafter=eagle", "drafter_trainer.drafter=eagle"),
     "frozen": (),
 }
-"""Settings of each, in the order in which one seed runs: the frozen drafter gets as much training
-as the co-trained one had, its start included.
+"""Settings of each. The frozen drafter gets as much training as the co-trained one had, its start
+included.
 """
 START_BUDGET = (2_000, 512_000)
 """Optimiser steps and tokens behind the demo's start drafter, see its make_drafter.py."""
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, seed by seed and arm by arm.
+    """All runs, seed by seed; those of a seed take turns, a step each.
 
     Raises InvalidInput for arms that do not go together.
     """
@@ -77,11 +78,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
     wanted = chosen_arms(options.arms)
     runs: list[DemoRun] = []
     for seed in range(seeds):
-        for arm in wanted:
-            runs.append(
-                await _one(options.out.absolute(), seed, arm, steps, options.overrides, runs)
-            )
-            say(f"seed {seed}, {arm}: {runs[-1].summary['wall_s']:.0f} s")
+        runs += await _of_seed(options.out.absolute(), seed, wanted, steps, options.overrides)
+        told = ", ".join(f"{one.arm} {_tokens_s(one):.0f}" for one in runs[-len(wanted) :])
+        say(f"seed {seed}: {told} tokens/s")
     pictures(runs, options.out)
     return compare(runs, f"end to end, {steps} steps")
 
@@ -213,30 +212,44 @@ def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
         "accuracy": f"{summary['accuracy_first']:.3f}→{summary['accuracy_last']:.3f}",
         "rise": one.rise,
         "accept": one.accept_length,
-        "tokens/s": statistics.median(one.rates),
+        "tokens/s": _tokens_s(one),
         "step s": statistics.median(step["step_s"] for step in one.last_third),
         "drafter steps/step": summary["drafter_steps_per_rl_step"],
         "wait %": 100 * summary["preempt_wait_share"],
         "tokens differ at": "" if one.arm == "none" else str(differs or "never"),
         "rewards equal": "" if one.arm == "none" else ("yes" if curve else "no"),
         "near-ties": summary["near_ties"],
-        "wall s": summary["wall_s"],
+        "s of all steps": sum(step["step_s"] for step in one.steps),
         "CPU s": one.cpu_s,
     }
 
 
-async def _one(
-    out: Path, seed: int, arm: str, steps: int, overrides: Sequence[str], before: Sequence[DemoRun]
-) -> DemoRun:
-    """The finished run of a seed and an arm, made now if it is not there."""
+async def _of_seed(
+    out: Path, seed: int, arms: Sequence[str], steps: int, overrides: Sequence[str]
+) -> list[DemoRun]:
+    """The finished runs of a seed, in turns; the frozen arm's comes after them, since its drafter's
+    budget is what ours then has had.
+    """
 
-    async def flags() -> list[str]:
-        if arm == "frozen":
-            trained = next(one for one in before if (one.seed, one.arm) == (seed, OURS))
-            made = await demo_runs.trained_drafter(
-                out / f"drafter-{seed}", seed, trained, before=START_BUDGET
-            )
-            return ["--frozen-drafter", str(made)]
-        return ["--no-speculation"] if arm in ("none", "ngram") else []
+    def plan(arm: str, *flags: str) -> DemoPlan:
+        async def given() -> Sequence[str]:
+            return flags
 
-    return await demo_runs.finished_run(out, seed, arm, steps, flags, [*ARMS[arm], *overrides])
+        return DemoPlan(out, seed, arm, steps, [*ARMS[arm], *overrides], given)
+
+    without = ("--no-speculation",)
+    together = [
+        plan(arm, *(without if arm in ("none", "ngram") else ())) for arm in arms if arm != "frozen"
+    ]
+    runs = await finished_in_turns(together)
+    if "frozen" in arms:
+        ours = next(one for one in runs if one.arm == OURS)
+        made = await demo_runs.trained_drafter(
+            out / f"drafter-{seed}", seed, ours, before=START_BUDGET
+        )
+        runs.append(await demo_runs.finished_run(plan("frozen", "--frozen-drafter", str(made))))
+    return runs
+
+
+def _tokens_s(one: DemoRun) -> float:
+    return statistics.median(one.rates)

@@ -3,8 +3,8 @@
 On four workloads: the demo's, where the policy moves away from its start; tasks with numbers of two
 digits, where a drafter of the start policy suits the trained one too; the same with a shift of the
 tasks in the middle; and few tasks that come again in every step, which n-grams know by heart. A run
-is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was interrupted
-goes on where it stood.
+is `paceline demo` in a process of its own; those of a seed take turns, a step each. Finished runs
+are kept, so a bench that was interrupted goes on where it stood.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoRun
+from benchmarks.demo_runs import DemoPlan, DemoRun
 from benchmarks.drafter import shifted_tasks
 from benchmarks.options import above_zero
 from benchmarks.result import BenchResult, Goal, Row, paired_ratio, ratio_goal, say
+from benchmarks.turns import finished_in_turns
 from paceline.errors import InvalidInput
 from paceline.tasks import read_tasks, write_tasks
 
@@ -86,11 +87,13 @@ async def run(options: argparse.Namespace) -> BenchResult:
         workload = WORKLOADS[name](out, options.steps)
         runs[name] = []
         for seed in range(options.seeds):
-            for arm in arms:
-                made = await _one(out, workload, arm, seed, options)
-                speed = statistics.median(made.all_rates)
-                say(f"{name}, seed {seed}, {arm}: {speed:.0f} tokens/s")
-                runs[name].append(made)
+            made = await finished_in_turns(
+                [_plan(out, workload, arm, seed, options) for arm in arms]
+            )
+            speeds_of = {one.arm: statistics.median(one.all_rates) for one in made}
+            told = ", ".join(f"{arm} {speed:.0f}" for arm, speed in speeds_of.items())
+            say(f"{name}, seed {seed}: {told} tokens/s")
+            runs[name] += made
     return compare(runs, options.steps)
 
 
@@ -150,20 +153,16 @@ def settings_of(workload: DemoWorkload, arm: str) -> list[str]:
     return [*workload.settings, *NO_EVALUATIONS, *trained, *ARMS[arm]]
 
 
-async def _one(
+def _plan(
     out: Path, workload: DemoWorkload, arm: str, seed: int, options: argparse.Namespace
-) -> DemoRun:
-    """The finished run of an arm, made now if it is not there."""
-
+) -> DemoPlan:
     async def flags() -> list[str]:
         if arm == FROZEN:
             return ["--frozen-drafter", str(workload.drafter)]
         return ["--no-speculation"] if arm in (NONE, "ngram") else []
 
     settings = [*settings_of(workload, arm), *options.overrides]
-    return await demo_runs.finished_run(
-        out, seed, arm, options.steps, flags, settings, workload.file
-    )
+    return DemoPlan(out, seed, arm, options.steps, settings, flags, workload.file)
 
 
 def _demo(out: Path, steps: int) -> DemoWorkload:

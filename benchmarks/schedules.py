@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoRun
+from benchmarks.demo_runs import DemoPlan, DemoRun
 from benchmarks.options import above_zero
 from benchmarks.result import BenchResult, Goal, Row, at_least, at_most, say
 from paceline.errors import InvalidInput
@@ -68,9 +68,8 @@ async def run(options: argparse.Namespace) -> BenchResult:
         for arm, settings in wanted.items():
             given = (*NO_EVALUATIONS, *settings, *options.overrides)
             out = options.out.absolute()
-            made = await demo_runs.finished_run(
-                out, seed, arm, options.steps, _no_flags, given, demo_runs.two_digits()
-            )
+            plan = DemoPlan(out, seed, arm, options.steps, given, workload=demo_runs.two_digits())
+            made = await demo_runs.finished_run(plan)
             runs.append(made)
             say(f"seed {seed}, {arm}: {tokens_s(made):.0f} tokens trained a second")
     return compare(runs, options.steps)
@@ -168,7 +167,3 @@ def _accuracy(one: DemoRun) -> float:
 
 def _baseline(arm: str) -> str:
     return "sync-apart" if arm.endswith("-apart") else "sync"
-
-
-async def _no_flags() -> Sequence[str]:
-    return []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import demo_runs, e2e
+from benchmarks import e2e, turns
 from benchmarks.demo_runs import DemoRun, read_run
 from benchmarks.e2e import chosen_arms, compare, first_difference, pictures, speed_ratio
 from paceline.errors import InvalidInput
@@ -140,10 +140,10 @@ def options(out: Path, count: int = 30) -> argparse.Namespace:
 
 
 async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(command: list[str]) -> float:
+    async def refuse(command: list[str], log: Path | None = None) -> float:
         pytest.fail(f"started {command}")
 
-    monkeypatch.setattr(demo_runs, "run_to_end", refuse)
+    monkeypatch.setattr(turns, "run_to_end", refuse)
     for one in (runs()[0], runs()[2]):
         write(tmp_path / f"{one.arm}-0" / "demo-0-1", one, cpu_s=12.5, resumed=False)
     result = await e2e.run(options(tmp_path))
@@ -166,7 +166,7 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(
 ) -> None:
     commands: list[list[str]] = []
 
-    async def pretend(command: list[str]) -> float:
+    async def pretend(command: list[str], log: Path | None = None) -> float:
         commands.append(command)
         one = next(one for one in (runs()[0], runs()[2]) if f"{one.arm}-0" in " ".join(command))
         directory = tmp_path / f"{one.arm}-0" / "demo-0-1"
@@ -181,7 +181,7 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(
     started = tmp_path / "cotrained-0" / "demo-0-1"
     started.mkdir(parents=True)
     (started / "config.toml").write_text("")
-    monkeypatch.setattr(demo_runs, "run_to_end", pretend)
+    monkeypatch.setattr(turns, "run_to_end", pretend)
     await e2e.run(options(tmp_path))
     assert "--no-speculation" in commands[0]
     assert commands[1][-2:] == ["--resume", "demo-0-1"]

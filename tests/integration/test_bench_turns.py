@@ -1,0 +1,44 @@
+"""Two real demo runs that take turns, a step each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.demo_runs import DemoPlan, DemoRun, two_digits
+from benchmarks.hindsight import NO_EVALUATIONS
+from benchmarks.turns import finished_in_turns
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 3
+CLOCK_S = 0.05
+
+
+def plan(out: Path, arm: str, *flags: str) -> DemoPlan:
+    async def given() -> tuple[str, ...]:
+        return flags
+
+    few = "coordinator.evaluation.heldout_prompts=8"
+    return DemoPlan(out, 0, arm, STEPS, (*NO_EVALUATIONS, few), given, two_digits())
+
+
+def spans(run: DemoRun) -> list[tuple[float, float, str]]:
+    """Wall clock of each step's beginning and end."""
+    ends = [(float(one["finished_at_s"]), float(one["step_s"])) for one in run.steps]
+    return [(end - lasted, end, run.arm) for end, lasted in ends]
+
+
+async def test_while_one_run_does_a_step_the_other_rests(tmp_path: Path) -> None:
+    plans = [plan(tmp_path, "none", "--no-speculation"), plan(tmp_path, "default")]
+    runs = await finished_in_turns(plans)
+    steps = sorted(span for run in runs for span in spans(run))
+    for (_, end, _), (begin, _, _) in pairwise(steps):
+        assert begin > end - CLOCK_S
+    assert [arm for _, _, arm in steps] == ["none", "default", "none", "default", "default", "none"]
+    hashes = [[step["tokens_hash"] for step in run.steps] for run in runs]
+    assert hashes[0] == hashes[1]
+    assert [len(run.steps) for run in runs] == [STEPS, STEPS]
+    assert all(run.cpu_s is not None and run.cpu_s > 1 for run in runs)
+    assert await finished_in_turns(plans) == runs

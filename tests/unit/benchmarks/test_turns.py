@@ -1,0 +1,43 @@
+"""Runs that take turns, their coordinators from a script."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import turns
+from benchmarks.demo_runs import DemoPlan
+
+
+@dataclass
+class Scripted:
+    """A run of so many steps that notes when it goes on."""
+
+    plan: DemoPlan
+    told: list[str]
+    steps: int = 0
+    ended: asyncio.Future[float] = field(default_factory=asyncio.Future)
+
+    async def one_step(self) -> None:
+        self.told.append(self.plan.arm)
+        self.steps += 1
+        if self.steps == self.plan.steps:
+            self.ended.set_result(0.0)
+
+
+async def order_of(**done: int) -> str:
+    told: list[str] = []
+    plans = {arm: DemoPlan(Path("runs"), 0, arm, 4, ()) for arm in done}
+    runs: list[Any] = [Scripted(plans[arm], told, steps) for arm, steps in done.items()]
+    await turns._take_turns(runs)
+    return "".join(told)
+
+
+async def test_who_was_last_is_first_in_the_next_round() -> None:
+    assert await order_of(a=0, b=0, c=0) == "abccbaabccba"
+
+
+async def test_who_is_behind_catches_up_first() -> None:
+    assert await order_of(a=1, b=3) == "aaab"
