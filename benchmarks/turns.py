@@ -38,10 +38,10 @@ async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
     # this process is the operator of all of them, and has one token
     os.environ.setdefault(SecurityConfig().token_env, secrets.token_urlsafe(32))
     async with AsyncExitStack() as stack:
-        turns: list[_Turn] = []
+        turns: list[_RunInTurns] = []
         for plan in plans:
             if not plan.is_finished():
-                turns.append(_Turn(plan, await plan.command(), stack))
+                turns.append(_RunInTurns(plan, await plan.command(), stack))
                 await turns[-1].first_rest()
         await _take_turns(turns)
         for one in turns:
@@ -50,7 +50,7 @@ async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
     return [plan.read() for plan in plans]
 
 
-async def _take_turns(turns: Sequence[_Turn]) -> None:
+async def _take_turns(turns: Sequence[_RunInTurns]) -> None:
     """Those that have done fewest steps go on; the last of a round is the first of the next, so
     that none gains by its place.
     """
@@ -65,7 +65,7 @@ async def _take_turns(turns: Sequence[_Turn]) -> None:
         order.reverse()
 
 
-class _Turn:
+class _RunInTurns:
     """One run among others."""
 
     def __init__(self, plan: DemoPlan, command: Sequence[str], stack: AsyncExitStack) -> None:

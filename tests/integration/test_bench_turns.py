@@ -40,5 +40,6 @@ async def test_while_one_run_does_a_step_the_other_rests(tmp_path: Path) -> None
     hashes = [[step["tokens_hash"] for step in run.steps] for run in runs]
     assert hashes[0] == hashes[1]
     assert [len(run.steps) for run in runs] == [STEPS, STEPS]
+    assert runs[1].summary["drafter_steps"] > 0
     assert all(run.cpu_s is not None and run.cpu_s > 1 for run in runs)
     assert await finished_in_turns(plans) == runs

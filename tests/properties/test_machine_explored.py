@@ -202,16 +202,15 @@ def a_set_is_tried_on_a_slot_of_nobody(before: State, after: State) -> None:
 
 
 def nothing_begins_in_a_pause(before: State, after: State) -> None:
-    """No tasks, no lease, no evaluation; at rest the engine has all workers."""
+    """No tasks, no evaluation; at rest the engine has all workers and the drafter none."""
     if after.paused and before.paused:
         assert after.rollouts.begun <= before.rollouts.begun
-        leased = set(before.lease.slots) if before.lease else set()
-        assert not after.lease or set(after.lease.slots) <= leased
         over = after.step >= after.settings.total_steps
         goes_on = (before.phase, before.evaluations) == (after.phase, after.evaluations)
         assert over or goes_on or after.phase is not Phase.EVALUATE
     if after.phase is Phase.PAUSED:
         assert after.paused
+        assert after.lease is None
         assert after.slots.counted(Holder.ENGINE) == after.settings.engine_slots
         assert not after.rollouts.running
 
@@ -228,7 +227,6 @@ def training_starts_when_the_rules_allow(state: State) -> None:
         and not settings.serial_drafter
         and state.step % settings.training_interval_steps == 0
         and not state.lost
-        and not state.paused
         and state.committing is None
         and computing
         and workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training

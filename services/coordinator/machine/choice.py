@@ -75,9 +75,7 @@ def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | N
 
 
 def paused(state: State, event: events.Paused) -> Decision:
-    """No tasks are drawn and no slot is leased to the drafter from now on; refused where no step is
-    left.
-    """
+    """No tasks are drawn from now on; refused where no step is left."""
     if objection(state, event) is not None:
         return refused(state, event, state.rollouts.begun, state.settings.total_steps)
     return Decision(replace(state, paused=True))

@@ -160,9 +160,9 @@ def captured(state: State, step: int) -> bool:
 
 
 def wanted(state: State) -> bool:
-    """Whether this is one of the drafter's steps, in a run that is not to rest."""
+    """Whether this is one of the drafter's steps."""
     due = state.step % state.settings.training_interval_steps == 0
-    return captured(state, state.step) and not state.paused and due
+    return captured(state, state.step) and due
 
 
 def _due(state: State) -> bool:
@@ -185,7 +185,7 @@ def _lease(state: State) -> Decision:
 
 def _widen(state: State, lease: DrafterLease) -> Decision | None:
     """More slots under the lease's own epoch, which ends for all of them at once."""
-    if state.paused or lease.preempting or lease.attached < len(lease.slots):
+    if lease.preempting or lease.attached < len(lease.slots):
         return None
     state, joining = _lease_more(state, lease)
     if not joining:

@@ -123,38 +123,31 @@ def test_a_run_that_is_continued_before_it_rests_goes_on_as_if_never_paused() ->
     assert run(begun(), PAUSE, CONTINUE) == (begun(), ())
 
 
-def test_no_slot_is_leased_to_the_drafter_in_a_paused_run() -> None:
-    state = run(begun(), PAUSE)[0]
-    state, issued = run(state, events.ShareDone(3, state.rollouts.epoch, 0))
-    assert (state.lease, issued) == (None, ())
-    state, issued = run(state, CONTINUE)
-    assert [type(command) for command in issued] == [commands.ActivateDrafter]
-
-
-def test_nor_does_one_join_a_lease_that_it_has() -> None:
+def test_the_drafter_trains_in_the_step_that_ends_as_if_no_pause_were_asked_for() -> None:
     state = begun(THREE)
-    state = run(state, events.ShareDone(2, state.rollouts.epoch, 0))[0]
-    assert state.lease is not None
-    state = run(state, events.DrafterActivated(2, state.lease_epoch), PAUSE)[0]
-    state, issued = run(state, events.ShareDone(3, state.rollouts.epoch, 1))
-    assert issued == ()
-    assert [type(one) for one in run(state, CONTINUE)[1]] == [commands.JoinDrafter]
+    for asked in ((), (PAUSE,)):
+        one, leased = run(state, *asked, events.ShareDone(2, state.rollouts.epoch, 0))
+        assert [type(command) for command in leased] == [commands.ActivateDrafter]
+        activated = events.DrafterActivated(2, one.lease_epoch)
+        _, joined = run(one, activated, events.ShareDone(3, one.rollouts.epoch, 1))
+        assert [type(command) for command in joined] == [commands.JoinDrafter]
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_beside_a_policy_on_slots_of_its_own_the_drafter_gets_none_either(paused: bool) -> None:
+def test_so_it_does_beside_a_policy_on_slots_of_its_own(paused: bool) -> None:
     state = begun(APART)
     state = run(state, PAUSE)[0] if paused else state
     state, issued = run(state, events.TasksFinished(3, state.rollouts.epoch))
     assert state.learner.phase is Phase.POLICY
-    assert (state.lease is None) == paused
-    assert any(isinstance(command, commands.ActivateDrafter) for command in issued) != paused
+    assert any(isinstance(command, commands.ActivateDrafter) for command in issued)
 
 
-def test_a_serial_drafter_is_passed_over_in_a_paused_run() -> None:
+def test_a_serial_drafter_trains_before_the_run_rests() -> None:
     state, seen = until_quiet(run(begun(replace(TWO, serial_drafter=True)), PAUSE)[0])
-    assert state.phase is Phase.PAUSED
-    assert not any(isinstance(command, commands.ActivateDrafter) for command in seen)
+    assert isinstance(seen[-1], commands.ActivateDrafter)
+    state, issued = run(state, events.Detached(6, state.lease_epoch, "steps"))
+    state, _ = until_quiet(state, *issued)
+    assert (state.phase, state.lease) == (Phase.PAUSED, None)
 
 
 def test_a_lease_that_outlives_the_step_is_preempted_before_the_run_rests() -> None:
