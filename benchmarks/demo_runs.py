@@ -195,7 +195,11 @@ async def run_to_end(command: Sequence[str], log: Path | None = None) -> float:
     children used. Raises FailedPrecondition when it fails.
     """
     process = _started(command, log)
-    _, status, usage = await asyncio.to_thread(os.wait4, process.pid, 0)
+    try:
+        _, status, usage = await asyncio.to_thread(os.wait4, process.pid, 0)
+    except asyncio.CancelledError:
+        process.terminate()  # once more is no harm where a terminal has told it already
+        raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         shown = " ".join(command[:6])

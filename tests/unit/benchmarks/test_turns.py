@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
+
 from benchmarks import turns
-from benchmarks.demo_runs import DemoPlan
+from benchmarks.demo_runs import DemoPlan, run_to_end
+from paceline.local.patience import patient
 
 
 @dataclass
@@ -41,3 +47,18 @@ async def test_who_was_last_is_first_in_the_next_round() -> None:
 
 async def test_who_is_behind_catches_up_first() -> None:
     assert await order_of(a=1, b=3) == "aaab"
+
+
+async def test_a_run_ends_with_the_bench_that_is_cancelled(tmp_path: Path) -> None:
+    said = tmp_path / "fifo"
+    os.mkfifo(said)
+    program = (
+        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    running = asyncio.create_task(run_to_end([sys.executable, "-c", program, str(said)]))
+    process = psutil.Process(int(await asyncio.to_thread(said.read_text)))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    psutil.wait_procs([process], timeout=patient(10))
+    assert not process.is_running()
