@@ -11,21 +11,22 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoPlan, DemoRun, demo_folder
-from benchmarks.result import BenchResult, Goal, Row, at_least, paired_ratio, ratio_goal, say
+from benchmarks.demo_runs import DemoPlan, DemoRun, Flags, demo_folder, no_flags
+from benchmarks.result import BenchResult, Goal, Row, at_least, paired_ratio, ratio_goal
+from benchmarks.turns import finished_in_turns
 from paceline.tasks import Task, read_tasks, write_tasks
 
 ARMS = ("harvested", "serial", "frozen", "ngram", "none")
-"""In the order in which they run: the others get as much training as the harvested drafter had."""
+"""In the order of the tables."""
 
 WAIT_GOAL, RECOVERY_STEPS, RECOVERED, PACKING_GOAL = 0.03, 5, 0.95, 2.0
-ROLLOUTS = ("--rollouts", "1024")
-"""Samples that drafters of a fixed policy learn from."""
+ANSWERS = ("--answers", "1024")
+"""That drafters of a fixed policy learn from."""
 PROBED = (
     "coordinator.evaluation.every=0",
     "coordinator.evaluation.heldout_prompts=128",
@@ -34,6 +35,7 @@ PROBED = (
     # a shift is answered within a few RL steps or not at all
     "drafter_trainer.gate.interval_steps=10",
 )
+Planner = Callable[..., DemoPlan]
 SETTLED = 5
 """Probes before the shift whose mean is the acceptance to come back to."""
 
@@ -65,20 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """All runs, one after the other; those that are finished are kept."""
+    """All runs, those that need no other's figures in turns; finished ones are kept."""
     steps = 16 if options.quick else options.steps
     shift = options.shift_at or steps // 2
     out = options.out.absolute()
     mixes = write_mixes(out)
     tasks = _shifted(mixes, shift)
-    runs: dict[str, DemoRun] = {}
-    for arm in ARMS:
-        runs[arm] = await _run_arm(
-            out, arm, options.seed, steps, [*tasks, *PROBED, *options.overrides], runs
-        )
-        say(f"{arm}: {runs[arm].summary['wall_s']:.0f} s")
+    plan = planner(out, options.seed, steps, [*tasks, *PROBED, *options.overrides])
+    made = await finished_in_turns(first_plans(plan))
+    made += await finished_in_turns(second_plans(plan, mixes, made[0]))
+    runs = {arm: next(one for one in made if one.arm == arm) for arm in ARMS}
 
-    scratch = await _from_scratch(out, options.seed, runs["harvested"], mixes)
+    scratch = await from_scratch(out, options.seed, runs["harvested"], mixes)
     packing = await _packing(out)
     return BenchResult(
         f"drafters, {steps} steps, other tasks from step {shift} on",
@@ -130,44 +130,52 @@ def _shifted(mixes: Mixes, shift: int) -> list[str]:
     ]
 
 
-async def _run_arm(
-    out: Path, arm: str, seed: int, steps: int, settings: Sequence[str], before: dict[str, DemoRun]
-) -> DemoRun:
-    untrained = ["coordinator.drafter_enabled=false", "policy_trainer.push_head=false"]
-    match arm:
-        case "serial":
-            most = max(1, round(before["harvested"].summary["drafter_steps_per_rl_step"]))
-            settings = [
-                *settings,
-                "coordinator.drafter_schedule=serial",
-                f"coordinator.max_drafter_steps={most}",
-            ]
-        case "ngram":
-            arms = 'gateway.speculation.arms=["off", "ngram:4_1_5"]'
-            probe = "coordinator.evaluation.probe_arm=ngram:4_1_5"
-            settings = [*settings, *untrained, "gateway.drafter=ngram", arms, probe]
-        case "none":
-            settings = [*settings, "coordinator.evaluation.probe_prompts=0"]
+def planner(out: Path, seed: int, steps: int, settings: Sequence[str]) -> Planner:
+    """Makes the plan of an arm, with settings and flags of its own."""
 
-    async def flags() -> list[str]:
-        if arm == "frozen":
-            tasks = [
-                "--tasks",
-                str(out / "first.jsonl"),
-                "--heldout",
-                str(out / "first_heldout.jsonl"),
-            ]
-            made = await demo_runs.trained_drafter(
-                out / "drafter-warm", seed, before["harvested"], *tasks, *ROLLOUTS
-            )
-            return ["--frozen-drafter", str(made)]
-        return ["--no-speculation"] if arm == "none" else []
+    def plan(arm: str, *own: str, flags: Flags = no_flags) -> DemoPlan:
+        return DemoPlan(out, seed, arm, steps, [*settings, *own], flags, demo_runs.two_digits())
 
-    plan = DemoPlan(out, seed, arm, steps, settings, flags, demo_runs.two_digits())
-    return await demo_runs.finished_run(plan)
+    return plan
 
 
-async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -> float:
+def first_plans(plan: Planner) -> list[DemoPlan]:
+    """Of the arms that need no other's figures."""
+    ngrams = (
+        "coordinator.drafter_enabled=false",
+        "policy_trainer.push_head=false",
+        "gateway.drafter=ngram",
+        'gateway.speculation.arms=["off", "ngram:4_1_5"]',
+        "coordinator.evaluation.probe_arm=ngram:4_1_5",
+    )
+
+    async def without() -> Sequence[str]:
+        return ("--no-speculation",)
+
+    return [
+        plan("harvested"),
+        plan("ngram", *ngrams),
+        plan("none", "coordinator.evaluation.probe_prompts=0", flags=without),
+    ]
+
+
+def second_plans(plan: Planner, mixes: Mixes, harvested: DemoRun) -> list[DemoPlan]:
+    """Of the arms that get as much training as the harvested drafter had."""
+    most = max(1, round(harvested.summary["drafter_steps_per_rl_step"]))
+    serial = ("coordinator.drafter_schedule=serial", f"coordinator.max_drafter_steps={most}")
+
+    async def frozen() -> Sequence[str]:
+        made = mixes.first.parent / "drafter-warm"
+        policy = demo_runs.two_digits().parent / "policy_start"
+        tasks = ("--tasks", str(mixes.first), "--heldout", str(mixes.first_heldout))
+        words = (*tasks, "--model", str(policy), *ANSWERS)
+        await demo_runs.trained_drafter(made, harvested.seed, harvested, *words)
+        return ("--frozen-drafter", str(made))
+
+    return [plan("serial", *serial), plan("frozen", flags=frozen)]
+
+
+async def from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -> float:
     """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy
     alone.
     """
@@ -188,7 +196,7 @@ async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) 
         "--model",
         str(policy),
     ]
-    await demo_runs.trained_drafter(made, seed, harvested, *tasks, *ROLLOUTS)
+    await demo_runs.trained_drafter(made, seed, harvested, *tasks, *ANSWERS)
     return float(json.loads((made / "probe.json").read_text(encoding="utf-8"))["accept_length"])
 
 

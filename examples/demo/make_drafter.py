@@ -102,8 +102,8 @@ def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     return sum((chunk.speculation for _, chunk in ended), SpeculationStats()).accept_length
 
 
-def main() -> None:
-    """Draws answers, trains, saves and measures."""
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of the command line, or of these words."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="optimiser steps")
     parser.add_argument("--tokens", type=int, default=512_000, help="positions trained on, in all")
@@ -118,7 +118,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "drafter_start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-answers", type=Path, help="write the answers there, train nothing")
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Draws answers, trains, saves and measures."""
+    options = options_of()
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     if options.only_answers is not None:
         write_answers(options, tokenizer, options.only_answers)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import drafter
-from benchmarks.demo_runs import DemoRun
-from benchmarks.drafter import goals, recovery, write_mixes
+from benchmarks import demo_runs, drafter
+from benchmarks.demo_runs import DemoRun, demo_folder, two_digits
+from benchmarks.drafter import from_scratch, goals, planner, recovery, second_plans, write_mixes
 from benchmarks.result import Goal
 from paceline.tasks import read_tasks
 
@@ -92,3 +93,35 @@ def test_the_mixes_ask_for_one_style_each_and_keep_the_answers(tmp_path: Path) -
     assert {task.prompt[-2:] for task in second} == {"=%"}
     assert [task.answer for task in first] == [task.answer for task in second]
     assert len(read_tasks(mixes.second_heldout)) == 512
+
+
+async def test_drafters_of_a_fixed_policy_are_made_by_words_that_their_script_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = demo_folder() / "make_drafter.py"
+    spec = importlib.util.spec_from_file_location("make_drafter", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    given: list[Any] = []
+
+    async def pretend(command: list[str]) -> float:
+        if command[1] == str(script):
+            given.append(module.options_of(command[2:]))
+            given[-1].out.mkdir()
+            (given[-1].out / "probe.json").write_text('{"accept_length": 3.5}')
+        return 1.0
+
+    monkeypatch.setattr(demo_runs, "run_to_end", pretend)
+    mixes, harvested = write_mixes(tmp_path), run("harvested", RECOVERS)
+    harvested.summary.update(drafter_steps=300, drafter_tokens=60_000)  # type: ignore[attr-defined]
+    _, frozen = second_plans(planner(tmp_path, 0, 60, ()), mixes, harvested)
+    assert await frozen.flags() == ("--frozen-drafter", str(given[0].out))
+    assert await from_scratch(tmp_path, 0, harvested, mixes) == 3.5
+    assert [one.model for one in given] == [
+        two_digits().parent / "policy_start",
+        tmp_path / "last-policy",
+    ]
+    assert [one.tasks for one in given] == [mixes.first, mixes.second]
+    assert [(one.steps, one.tokens, one.answers) for one in given] == [(300, 60_000, 1024)] * 2
