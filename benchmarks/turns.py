@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 from benchmarks.demo_runs import DemoPlan, DemoRun, run_to_end
@@ -35,9 +35,8 @@ async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
 
     Raises as demo_runs.finished_run; DeadlineExceeded when a run neither rests nor ends.
     """
-    # this process is the operator of all of them, and has one token
-    os.environ.setdefault(SecurityConfig().token_env, secrets.token_urlsafe(32))
     async with AsyncExitStack() as stack:
+        stack.enter_context(_one_token())
         turns: list[_RunInTurns] = []
         for plan in plans:
             if not plan.is_finished():
@@ -48,6 +47,20 @@ async def finished_in_turns(plans: Sequence[DemoPlan]) -> list[DemoRun]:
             plan = one.plan
             plan.finish(await one.ended, one.resumed)
     return [plan.read() for plan in plans]
+
+
+@contextmanager
+def _one_token() -> Iterator[None]:
+    """This process is the operator of all runs that it starts, and has one token for them."""
+    variable = SecurityConfig().token_env
+    if os.environ.get(variable):
+        yield
+        return
+    os.environ[variable] = secrets.token_urlsafe(32)
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 async def _take_turns(turns: Sequence[_RunInTurns]) -> None:

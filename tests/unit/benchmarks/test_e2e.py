@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         write(tmp_path / f"{one.arm}-0" / "demo-0-1", one, cpu_s=12.5, resumed=False)
     result = await e2e.run(options(tmp_path))
     assert [row["CPU s"] for row in result.rows] == [12.5, 12.5]
+    assert "PACELINE_TOKEN" not in os.environ
     with pytest.raises(InvalidInput, match="another length"):
         await e2e.run(options(tmp_path, count=40))
 
