@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
@@ -99,7 +99,7 @@ class _RunInTurns:
         """Until it rests after another step, or has ended."""
         await self._within(STEP_S, self._next_step())
 
-    async def _within(self, seconds: float, work: Any) -> None:
+    async def _within(self, seconds: float, work: Awaitable[None]) -> None:
         """Raises DeadlineExceeded, and what ended the run."""
         try:
             async with asyncio.timeout(patient(seconds)):

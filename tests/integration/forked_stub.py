@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 IMPORTED_BY = os.getpid()
 print("imported", flush=True)
@@ -35,9 +37,18 @@ def main() -> int:
         "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
     print(json.dumps(facts), flush=True)
-    if os.environ["WORD"] == "wait":
-        signal.pause()
+    match os.environ["WORD"]:
+        case "wait":
+            signal.pause()
+        case "late":
+            _leave_work_behind()
     return 3
+
+
+def _leave_work_behind() -> None:
+    atexit.register(print, "at exit")
+    threading.Timer(0.2, print, ("a thread",)).start()
+    ThreadPoolExecutor(1).submit(time.sleep, 0.1).add_done_callback(lambda _: print("a pool"))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,12 @@ async def test_forks_share_one_import_and_nothing_else(make: Make, tmp_path: Pat
     assert first["drawn"] != second["drawn"]
 
 
+async def test_what_a_fork_has_begun_is_done_when_it_ends(make: Make, tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    assert await ended(await fork(make(), log, "late")) == 3
+    assert log.read_text().splitlines()[1:] == ["a pool", "a thread", "at exit"]
+
+
 async def test_a_signal_reaches_a_fork_alone_and_shows_in_its_end(
     make: Make, tmp_path: Path
 ) -> None:
