@@ -73,9 +73,17 @@ Flags = Callable[[], Awaitable[Sequence[str]]]
 """Words for `paceline demo` that may take a while to make, such as a drafter's path."""
 
 
-async def no_flags() -> Sequence[str]:
-    """Of a run whose settings say all."""
-    return ()
+def words(*known: str) -> Flags:
+    """Those that are known beforehand."""
+
+    async def given() -> Sequence[str]:
+        return known
+
+    return given
+
+
+NO_WORDS, WITHOUT = words(), words("--no-speculation")
+"""No words; a run without speculation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class DemoPlan:
     arm: str
     steps: int
     settings: Sequence[str]
-    flags: Flags = no_flags
+    flags: Flags = NO_WORDS
     workload: Path | None = None  # settings in the place of the demo's
 
     @property

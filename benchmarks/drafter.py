@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoPlan, DemoRun, Flags, demo_folder, no_flags
+from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags, demo_folder
 from benchmarks.result import BenchResult, Goal, Row, at_least, paired_ratio, ratio_goal
 from benchmarks.turns import finished_in_turns
 from paceline.tasks import Task, read_tasks, write_tasks
@@ -133,7 +133,7 @@ def _shifted(mixes: Mixes, shift: int) -> list[str]:
 def planner(out: Path, seed: int, steps: int, settings: Sequence[str]) -> Planner:
     """Makes the plan of an arm, with settings and flags of its own."""
 
-    def plan(arm: str, *own: str, flags: Flags = no_flags) -> DemoPlan:
+    def plan(arm: str, *own: str, flags: Flags = NO_WORDS) -> DemoPlan:
         return DemoPlan(out, seed, arm, steps, [*settings, *own], flags, demo_runs.two_digits())
 
     return plan
@@ -148,14 +148,10 @@ def first_plans(plan: Planner) -> list[DemoPlan]:
         'gateway.speculation.arms=["off", "ngram:4_1_5"]',
         "coordinator.evaluation.probe_arm=ngram:4_1_5",
     )
-
-    async def without() -> Sequence[str]:
-        return ("--no-speculation",)
-
     return [
         plan("harvested"),
         plan("ngram", *ngrams),
-        plan("none", "coordinator.evaluation.probe_prompts=0", flags=without),
+        plan("none", "coordinator.evaluation.probe_prompts=0", flags=WITHOUT),
     ]
 
 
@@ -168,8 +164,8 @@ def second_plans(plan: Planner, mixes: Mixes, harvested: DemoRun) -> list[DemoPl
         made = mixes.first.parent / "drafter-warm"
         policy = demo_runs.two_digits().parent / "policy_start"
         tasks = ("--tasks", str(mixes.first), "--heldout", str(mixes.first_heldout))
-        words = (*tasks, "--model", str(policy), *ANSWERS)
-        await demo_runs.trained_drafter(made, harvested.seed, harvested, *words)
+        model = ("--model", str(policy))
+        await demo_runs.trained_drafter(made, harvested.seed, harvested, *tasks, *model, *ANSWERS)
         return ("--frozen-drafter", str(made))
 
     return [plan("serial", *serial), plan("frozen", flags=frozen)]
@@ -188,15 +184,9 @@ async def from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -
             [sys.executable, str(script), "--run", str(directory), "--out", str(policy)]
         )
 
-    tasks = [
-        "--tasks",
-        str(mixes.second),
-        "--heldout",
-        str(mixes.second_heldout),
-        "--model",
-        str(policy),
-    ]
-    await demo_runs.trained_drafter(made, seed, harvested, *tasks, *ANSWERS)
+    tasks = ("--tasks", str(mixes.second), "--heldout", str(mixes.second_heldout))
+    model = ("--model", str(policy))
+    await demo_runs.trained_drafter(made, seed, harvested, *tasks, *model, *ANSWERS)
     return float(json.loads((made / "probe.json").read_text(encoding="utf-8"))["accept_length"])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoPlan, DemoRun
+from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags, words
 from benchmarks.picture import picture
 from benchmarks.result import (
     BenchResult,
@@ -231,15 +231,13 @@ async def _of_seed(
     budget is what ours then has had.
     """
 
-    def plan(arm: str, *flags: str) -> DemoPlan:
-        async def given() -> Sequence[str]:
-            return flags
+    def plan(arm: str, flags: Flags) -> DemoPlan:
+        return DemoPlan(out, seed, arm, steps, [*ARMS[arm], *overrides], flags)
 
-        return DemoPlan(out, seed, arm, steps, [*ARMS[arm], *overrides], given)
-
-    without = ("--no-speculation",)
     together = [
-        plan(arm, *(without if arm in ("none", "ngram") else ())) for arm in arms if arm != "frozen"
+        plan(arm, WITHOUT if arm in ("none", "ngram") else NO_WORDS)
+        for arm in arms
+        if arm != "frozen"
     ]
     runs = await finished_in_turns(together)
     if "frozen" in arms:
@@ -247,7 +245,9 @@ async def _of_seed(
         made = await demo_runs.trained_drafter(
             out / f"drafter-{seed}", seed, ours, before=START_BUDGET
         )
-        runs.append(await demo_runs.finished_run(plan("frozen", "--frozen-drafter", str(made))))
+        runs.append(
+            await demo_runs.finished_run(plan("frozen", words("--frozen-drafter", str(made))))
+        )
     return runs
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import DemoPlan, DemoRun
+from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, words
 from benchmarks.drafter import shifted_tasks
 from benchmarks.options import above_zero
 from benchmarks.result import BenchResult, Goal, Row, paired_ratio, ratio_goal, say
@@ -156,11 +156,9 @@ def settings_of(workload: DemoWorkload, arm: str) -> list[str]:
 def _plan(
     out: Path, workload: DemoWorkload, arm: str, seed: int, options: argparse.Namespace
 ) -> DemoPlan:
-    async def flags() -> list[str]:
-        if arm == FROZEN:
-            return ["--frozen-drafter", str(workload.drafter)]
-        return ["--no-speculation"] if arm in (NONE, "ngram") else []
-
+    flags = WITHOUT if arm in (NONE, "ngram") else NO_WORDS
+    if arm == FROZEN:
+        flags = words("--frozen-drafter", str(workload.drafter))
     settings = [*settings_of(workload, arm), *options.overrides]
     return DemoPlan(out, seed, arm, options.steps, settings, flags, workload.file)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo_runs import DemoPlan, DemoRun, two_digits
+from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags, two_digits
 from benchmarks.hindsight import NO_EVALUATIONS
 from benchmarks.turns import finished_in_turns
 
@@ -16,12 +16,9 @@ STEPS = 3
 CLOCK_S = 0.05
 
 
-def plan(out: Path, arm: str, *flags: str) -> DemoPlan:
-    async def given() -> tuple[str, ...]:
-        return flags
-
+def plan(out: Path, arm: str, flags: Flags) -> DemoPlan:
     few = "coordinator.evaluation.heldout_prompts=8"
-    return DemoPlan(out, 0, arm, STEPS, (*NO_EVALUATIONS, few), given, two_digits())
+    return DemoPlan(out, 0, arm, STEPS, (*NO_EVALUATIONS, few), flags, two_digits())
 
 
 def spans(run: DemoRun) -> list[tuple[float, float, str]]:
@@ -31,7 +28,7 @@ def spans(run: DemoRun) -> list[tuple[float, float, str]]:
 
 
 async def test_while_one_run_does_a_step_the_other_rests(tmp_path: Path) -> None:
-    plans = [plan(tmp_path, "none", "--no-speculation"), plan(tmp_path, "default")]
+    plans = [plan(tmp_path, "none", WITHOUT), plan(tmp_path, "default", NO_WORDS)]
     runs = await finished_in_turns(plans)
     steps = sorted(span for run in runs for span in spans(run))
     for (_, end, _), (begin, _, _) in pairwise(steps):
