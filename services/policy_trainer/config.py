@@ -98,9 +98,11 @@ class PolicyTrainerConfig(ServiceConfig):
     optimizer: PolicyOptimizerConfig = PolicyOptimizerConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute; auto takes CUDA where there is one."""
+    """Where the ranks compute; auto takes CUDA where each of them has a GPU of its own."""
     ranks: int = Field(default=0, ge=0)
-    """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs all slots."""
+    """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs as many as there
+    are of slots and GPUs.
+    """
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
     reshard_after_forward: bool = False

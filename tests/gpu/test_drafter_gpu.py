@@ -85,7 +85,7 @@ def test_a_large_drafter_leaves_the_memory_and_is_back_in_measured_time() -> Non
         attached = time.perf_counter()
         one.offload()
         left = time.perf_counter()
-        assert torch.cuda.memory_allocated() < 0.01 * held
+        assert torch.cuda.memory_allocated() < 0.01 * held  # cuBLAS's workspaces too
         one.attach(membership.members)
         sys.stdout.write(
             f"{held / 2**20:.0f} MB: first attach {first:.2f} s, offload {left - attached:.2f} s, "

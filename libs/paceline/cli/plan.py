@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +52,8 @@ def plan_run(
         for spec in SERVICES
         if spec.settings
     }
-    gateway, policy, coordinator = (
-        found[name] for name in ("gateway", "policy_trainer", "coordinator")
+    gateway, policy, drafter, coordinator = (
+        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
     )
     if gpus is None:
         on_gpus = _on_gpus(found)
@@ -64,7 +64,10 @@ def plan_run(
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
     slots, cores = gateway.worker_count * per_worker, usable_cores()
     leased = coordinator.learner_slots or slots
-    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, on_gpus=bool(gpus))
+    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=len(gpus))
+    if gpus:
+        _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
+        _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
     _check_correction(gateway, policy)
     lines = _memory(found, ranks, gpus)
     chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
@@ -92,6 +95,14 @@ def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
             "this machine has no GPU",
             seen=", ".join(f"{key}=cuda" for key in wanted),
             allowed="cpu here; `paceline plan --gpus 8x80` plans for another machine",
+        )
+
+
+def _check_enough(what: str, device: str, number: int, gpus: int) -> None:
+    """Raises ConfigError where two were to compute on one GPU."""
+    if device == "cuda" and number > gpus:
+        raise ConfigError(
+            "each computes on a GPU of its own", seen=f"{number} {what}", allowed=f"at most {gpus}"
         )
 
 
@@ -222,18 +233,33 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
 
 
 def gpu_bytes() -> list[int]:
-    """Memory of each GPU, as the driver's tool says; none where there is no such tool."""
+    """Memory of each GPU, as the driver's tool says, of those that CUDA_VISIBLE_DEVICES names where
+    it is set; none where there is no such tool.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = [tool, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_S
         )
     except (subprocess.SubprocessError, OSError):
         return []  # a tool without a driver
-    return [int(line) << 20 for line in said.stdout.split() if line.isdigit()]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    sizes = list[int]()
+    for index, uuid, mebibytes in _rows(said.stdout):
+        if named is None or {index, uuid} & {one.strip() for one in named.split(",")}:
+            sizes.append(int(mebibytes) << 20)
+    return sizes
+
+
+def _rows(said: str) -> Iterator[tuple[str, str, str]]:
+    """Index, UUID and MiB of each GPU; lines that tell of none are left out."""
+    for line in said.splitlines():
+        match [part.strip() for part in line.split(",")]:
+            case [index, uuid, mebibytes] if mebibytes.isdigit():
+                yield index, uuid, mebibytes
 
 
 def parse_gpus(text: str) -> list[int]:

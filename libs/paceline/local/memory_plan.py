@@ -260,8 +260,9 @@ def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
     return ServicePlan("drafter_trainer", ranks, parts, 0)
 
 
-def policy_ranks(wanted: int, slots: int, *, cores: int, on_gpus: bool) -> int:
-    """Ranks of the policy trainer, one a leased slot: all slots of a GPU run, on CPU at most two.
+def policy_ranks(wanted: int, slots: int, *, cores: int, gpus: int) -> int:
+    """Ranks of the policy trainer, one a leased slot: with GPUs as many as both allow, on CPU at
+    most two.
 
     Raises ConfigError for more than there are slots.
     """
@@ -271,7 +272,7 @@ def policy_ranks(wanted: int, slots: int, *, cores: int, on_gpus: bool) -> int:
             seen=f"{wanted} ranks",
             allowed=f"0 to {slots}, the slots that it is leased",
         )
-    return wanted or (slots if on_gpus else min(2, cores, slots))
+    return wanted or min(slots, gpus or min(2, cores))
 
 
 def check_slots_per_worker(slots_per_worker: int, tensor_parallel: int) -> None:

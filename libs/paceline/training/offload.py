@@ -50,6 +50,15 @@ def bring_back(tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> Non
         tensor.copy_(aside[key].copy)
 
 
+def give_back_cached() -> None:
+    """Gives CUDA back what torch keeps for later: freed blocks and cuBLAS workspaces, 32 MiB
+    for each stream of a Hopper GPU, which the next product takes anew. Nothing happens on a CPU.
+    """
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
 class Offload:
     """Tensors that leave their device together and come back, sharded and quantised ones too."""
 
@@ -63,8 +72,7 @@ class Offload:
         if not self._away:
             self._aside = lay_aside(self._parts, self._aside)
             self._away = True
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            give_back_cached()
 
     def come_back(self) -> None:
         """Undoes `leave`."""

@@ -20,7 +20,7 @@ from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.net import DraftNet
 from paceline.training.checkpoints import copy_local, sharded_like
 from paceline.training.muon import MOMENTUM
-from paceline.training.offload import Aside, bring_back, lay_aside
+from paceline.training.offload import Aside, bring_back, give_back_cached, lay_aside
 from paceline.training.optimizer import MOMENTS, NamedOptimizer
 from paceline.training.shards import local_of, rows_of
 
@@ -101,7 +101,7 @@ class ShardedDrafter:
         """Leaves the device; nothing happens on a CPU."""
         if self._aside is None and self.members.device.type != "cpu":
             self._aside = lay_aside(self.local())
-            torch.cuda.empty_cache()
+            give_back_cached()
 
     def to_device(self) -> None:
         """Comes back to where `offload` left."""

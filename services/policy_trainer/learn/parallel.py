@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from paceline.errors import ConfigError
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.adapters import fill_adapters
 from paceline.services.policy_trainer.learn.loading import StartWeights
@@ -21,13 +22,27 @@ M = TypeVar("M", PolicyModel, ValueModel)
 
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
-    """All ranks, each on its device."""
-    device = config.device
-    kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    """All ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
+    kind = _kind_of(config.device)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     join_ranks(kind, config.step_deadline_s, threads=config.threads_per_rank, seed=config.run.seed)
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
+
+
+def _kind_of(device: str) -> str:
+    """cpu or cuda, where every rank of a host has a GPU of its own: NCCL refuses one for two."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        return "cuda" if 0 < ranks <= gpus else "cpu"
+    if device == "cuda" and ranks > gpus:
+        raise ConfigError(
+            "each rank of the policy computes on a GPU of its own; set policy_trainer.ranks",
+            seen=f"{ranks} ranks on this host",
+            allowed=f"at most {gpus}, the GPUs that it has",
+        )
+    return device
 
 
 def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:

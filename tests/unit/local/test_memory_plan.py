@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,13 @@ def test_weights_that_leave_no_room_for_keys_and_values_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "slots", "cores", "on_gpus", "ranks"),
-    [(0, 8, 96, True, 8), (4, 8, 96, True, 4), (0, 16, 16, False, 2), (0, 1, 2, False, 1)],
+    ("wanted", "slots", "cores", "gpus", "ranks"),
+    [(0, 8, 96, 8, 8), (4, 8, 96, 8, 4), (0, 2, 16, 1, 1), (0, 16, 16, 0, 2), (0, 1, 2, 0, 1)],
 )
-def test_the_policy_has_a_rank_a_slot(
-    wanted: int, slots: int, cores: int, ranks: int, *, on_gpus: bool
+def test_the_policy_has_a_rank_a_slot_and_a_gpu(
+    wanted: int, slots: int, cores: int, gpus: int, ranks: int
 ) -> None:
-    assert memory_plan.policy_ranks(wanted, slots, cores=cores, on_gpus=on_gpus) == ranks
+    assert memory_plan.policy_ranks(wanted, slots, cores=cores, gpus=gpus) == ranks
 
 
 def planned(*overrides: str) -> plan.Checked:
@@ -190,6 +191,33 @@ def test_a_gpu_without_its_tool_on_the_path_is_left_to_the_services(
     monkeypatch.setattr(plan, "gpu_bytes", list)
     monkeypatch.setattr(plan, "_GPU_FILES", (str(tmp_path),))
     assert planned("policy_trainer.device=cuda").lines
+
+
+def test_two_never_compute_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", lambda: [80 * GIB])
+    assert planned().overrides == ["policy_trainer.ranks=1"]
+    planned("policy_trainer.ranks=2")  # which then compute on the CPU
+    with pytest.raises(ConfigError, match=r"2 policy_trainer.ranks; allowed: at most 1"):
+        planned("policy_trainer.ranks=2", "policy_trainer.device=cuda")
+    with pytest.raises(ConfigError, match=r"2 slots of the drafter; allowed: at most 1"):
+        planned("drafter_trainer.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gib"),
+    [(None, [80, 40]), ("", []), ("1", [40]), ("GPU-a,1", [80, 40]), ("7", [])],
+)
+def test_the_gpus_of_a_machine_are_those_that_may_be_seen(
+    visible: str | None, gib: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '0, GPU-a, {80 << 10}'; echo '1, GPU-b, {40 << 10}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert plan.gpu_bytes() == [size * GIB for size in gib]
 
 
 def test_the_gateway_of_a_run_writes_trajectories_without_being_told(tmp_path: Path) -> None:
