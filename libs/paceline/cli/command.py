@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from paceline.cli.launcher import LAUNCHERS, Launcher
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.processes import keep_files_private
 
@@ -47,6 +48,19 @@ LineFormat = Annotated[
     ),
 ]
 
+LauncherKind = Annotated[
+    str, typer.Option("--launcher", help=f"what starts the processes: {' | '.join(LAUNCHERS)}")
+]
+ClusterAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="with --launcher ray: host:port of the cluster, or auto on a node of it; else one of "
+        "this machine's own",
+        show_default=False,
+    ),
+]
+
 MODEL = "checkpoint directory in Hugging Face format, or an id on the Hub: owner/name[@revision]"
 
 
@@ -65,6 +79,14 @@ def json_wanted(lines: str | None) -> bool:
 def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:
     """The settings that a command line gives."""
     return (*(overrides or ()), *(("security.run_tokens=false",) if no_token else ()))
+
+
+def launcher_of(kind: str, address: str | None) -> Launcher:
+    """The launcher that a command line names; exits for one that is none."""
+    try:
+        return Launcher.of(kind, address)
+    except ConfigError as error:
+        raise refused(error) from error
 
 
 def become(module: str, *arguments: str) -> NoReturn:

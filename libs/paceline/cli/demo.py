@@ -6,12 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.cli.launcher import Launcher
 from paceline.cli.play import Play, play
 from paceline.cli.run_files import DemoOptions, configure_run, find_run
 from paceline.local.owner import SUPERVISOR, owned
 
 
-async def run_demo(options: DemoOptions, console: Console, *, as_json: bool) -> int:
+async def run_demo(
+    options: DemoOptions, console: Console, launcher: Launcher, *, as_json: bool
+) -> int:
     """As play(), of a new run or the one to be resumed.
 
     Raises ConfigError or NotFound for options that cannot work, FailedPrecondition for a run that
@@ -19,7 +22,9 @@ async def run_demo(options: DemoOptions, console: Console, *, as_json: bool) -> 
     """
     files = find_run(options)
     out = "" if options.out == Path("runs") else f" --out {options.out}"
-    again = f"paceline demo --resume {files.run_id} --steps {options.steps}{out}"
+    on = "".join(f" {word}" for word in launcher.words)
+    again = f"paceline demo --resume {files.run_id} --steps {options.steps}{out}{on}"
     with owned(files.directory, SUPERVISOR):
         configure_run(files, options)
-        return await play(Play(files, [files.config], (), again), console, as_json=as_json)
+        playing = Play(files, [files.config], (), again, launcher)
+        return await play(playing, console, as_json=as_json)

@@ -13,18 +13,22 @@ import paceline
 from paceline.cli import files, operate
 from paceline.cli.command import (
     MODEL,
+    ClusterAddress,
     ConfigFiles,
+    LauncherKind,
     LineFormat,
     NoToken,
     Overrides,
     become,
     console,
     json_wanted,
+    launcher_of,
     refused,
     run_to_exit,
     say,
     settings_of,
 )
+from paceline.cli.launcher import LOCAL
 from paceline.errors import NotFound, PacelineError
 from paceline.local.hub import model_directory
 from paceline.local.services import SERVICES, ServiceSpec
@@ -160,14 +164,16 @@ def up(
     overrides: Overrides = None,
     config: ConfigFiles = None,
     no_token: NoToken = False,
+    launcher: LauncherKind = LOCAL,
+    address: ClusterAddress = None,
     lines: LineFormat = None,
 ) -> None:
     """Run Redis and all services from one TOML, then write a report; Ctrl-C stops them all."""
-    as_json = json_wanted(lines)
+    as_json, chosen = json_wanted(lines), launcher_of(launcher, address)
     from paceline.cli.up import run_up
 
     settings = settings_of(overrides, no_token)
-    run_to_exit(run_up(list(config or []), settings, console, as_json=as_json))
+    run_to_exit(run_up(list(config or []), settings, console, chosen, as_json=as_json))
 
 
 @app.command()
@@ -214,10 +220,12 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
     no_token: NoToken = False,
+    launcher: LauncherKind = LOCAL,
+    address: ClusterAddress = None,
     lines: LineFormat = None,
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
-    as_json = json_wanted(lines)
+    as_json, chosen = json_wanted(lines), launcher_of(launcher, address)
     from paceline.cli.demo import run_demo
     from paceline.cli.run_files import DemoOptions
 
@@ -232,7 +240,7 @@ def demo(
         out=out,
         overrides=settings_of(overrides, no_token),
     )
-    run_to_exit(run_demo(options, console, as_json=as_json))
+    run_to_exit(run_demo(options, console, chosen, as_json=as_json))
 
 
 @app.command()

@@ -11,21 +11,30 @@ from rich.console import Console
 
 from paceline.cli.command import say
 from paceline.cli.json_view import JsonView
+from paceline.cli.launcher import LOCAL, Launcher
 from paceline.cli.live import RunView
 from paceline.cli.models import found_models
 from paceline.cli.plan import Checked, plan_run
 from paceline.cli.results import collect, write_results
-from paceline.cli.run_files import RunFiles
-from paceline.cli.supervised import EXIT_INTERRUPTED, stop_all, supervise, supervisor_of
+from paceline.cli.run_files import RunFiles, note_settings
+from paceline.cli.supervised import (
+    EXIT_INTERRUPTED,
+    StartSettings,
+    stop_all,
+    supervise,
+    supervisor_of,
+)
 from paceline.cli.watch import follow
+from paceline.cluster.order import NODE_LOST
 from paceline.config import ServiceConfig, load_config
-from paceline.errors import DataLoss, PacelineError
+from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent
-from paceline.local.supervisor import run_launches
 from paceline.local.tokens import use_run_tokens
 from paceline.streams import LedgerCount
 
 EXIT_FAILED = 1
+_NODES_LOST = 3
+"""Times that a run is taken up again by itself."""
 _LAST_FACT_S = 2.0
 _REFRESHED_S = 0.25
 _STOPPED_S = 5.0
@@ -42,6 +51,7 @@ class Play:
     settings: Sequence[Path]  # TOML files, absolute; later ones win
     overrides: Sequence[str]
     again: str  # the command that goes on with it
+    launcher: Launcher
 
 
 async def play(run: Play, console: Console, *, as_json: bool) -> int:
@@ -61,7 +71,7 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     pids: dict[str, int] = {}
     code, ledger = EXIT_FAILED, None
     try:
-        finished, ledger = await _shown(run, config, plan, view, pids)
+        finished, ledger = await _taken_up(run, config, plan, view, pids)
         code = 0 if finished else EXIT_INTERRUPTED
         if not finished:
             view.line("stopped; no process is left")
@@ -84,6 +94,20 @@ def _write_down(files: RunFiles, ledger: LedgerCount, pids: dict[str, int], view
     view.results(summary, files)
 
 
+async def _taken_up(
+    run: Play, config: ServiceConfig, plan: Checked, view: View, pids: dict[str, int]
+) -> tuple[bool, LedgerCount | None]:
+    """As _shown, again from its journal after the loss of a node."""
+    for left in reversed(range(_NODES_LOST + 1)):
+        try:
+            return await _shown(run, config, plan, view, pids)
+        except Unavailable as error:
+            if error.reason != NODE_LOST or not left:
+                raise
+            view.line(f"{error}; the run is taken up again on the nodes that are left")
+    raise AssertionError("the last try returns or raises")
+
+
 async def _shown(
     run: Play, config: ServiceConfig, plan: Checked, view: View, pids: dict[str, int]
 ) -> tuple[bool, LedgerCount | None]:
@@ -97,8 +121,8 @@ async def _shown(
             pids[event.name] = event.pid
         view.event(event)
 
-    launches = run_launches(config, run.settings, [*run.overrides, *plan.overrides])
-    supervisor = supervisor_of(config, launches, run.files.directory, plan, on_event)
+    overrides = [*run.overrides, *plan.overrides]
+    settings = StartSettings(config, run.settings, overrides, run.files.directory, plan)
     following: list[asyncio.Task[None]] = []
 
     async def started() -> None:
@@ -106,19 +130,25 @@ async def _shown(
         following.append(asyncio.create_task(_follow(config, view)))
 
     with view:
-        try:
-            finished = await supervise(supervisor, started, plan)
-            if finished:
-                await asyncio.wait(following, timeout=_LAST_FACT_S)
-            return finished, await _count(run, config, view, finished) if following else None
-        finally:
-            for task in following:
-                task.cancel()
-            view.say("stopping the services")
-            await stop_all(supervisor)
-            for defect in await asyncio.gather(*following, return_exceptions=True):
-                if isinstance(defect, Exception):
-                    raise defect
+        if run.launcher.kind != LOCAL:
+            view.say("joining the cluster")
+        async with supervisor_of(settings, run.launcher, on_event) as (supervisor, addresses):
+            if addresses:
+                config = load_config(ServiceConfig, "local", run.settings, [*overrides, *addresses])
+                note_settings(run.files, run.settings, [*run.overrides, *addresses])
+            try:
+                finished = await supervise(supervisor, started, plan)
+                if finished:
+                    await asyncio.wait(following, timeout=_LAST_FACT_S)
+                return finished, await _count(run, config, view, finished) if following else None
+            finally:
+                for task in following:
+                    task.cancel()
+                view.say("stopping the services")
+                await stop_all(supervisor)
+                for defect in await asyncio.gather(*following, return_exceptions=True):
+                    if isinstance(defect, Exception):
+                        raise defect
 
 
 async def _count(

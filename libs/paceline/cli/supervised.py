@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cli.launcher import LOCAL, Launcher
 from paceline.cli.plan import Checked
 from paceline.config import ServiceConfig
-from paceline.local.launch import ChildEvent, Launch
+from paceline.local.launch import ChildEvent
 from paceline.local.patience import patient
-from paceline.local.supervisor import Supervisor
+from paceline.local.supervisor import Supervisor, run_launches, service_launches
 
 EXIT_INTERRUPTED = 130
 _AFTER_ITS_OWN_S = 30.0
@@ -24,22 +26,47 @@ _STOP_GRACE_S = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def supervisor_of(
-    config: ServiceConfig,
-    launches: Sequence[Launch],
-    run_dir: Path,
-    plan: Checked,
-    on_event: Callable[[ChildEvent], None],
-) -> Supervisor:
-    """A supervisor of a run's processes, with the limits of its settings."""
-    return Supervisor(
-        launches,
-        run_dir,
-        on_event=on_event,
-        health_s=_health_s(plan),
-        heartbeat_s=config.run.heartbeat_s,
-        hung_s=config.run.hung_s,
-    )
+@dataclass(frozen=True, slots=True)
+class StartSettings:
+    """What the services of a run are started with."""
+
+    config: ServiceConfig  # the part that all of them share
+    files: Sequence[Path]  # TOML, absolute
+    overrides: Sequence[str]
+    directory: Path
+    plan: Checked
+
+
+@asynccontextmanager
+async def supervisor_of(
+    run: StartSettings, launcher: Launcher, on_event: Callable[[ChildEvent], None]
+) -> AsyncIterator[tuple[Supervisor, Sequence[str]]]:
+    """A supervisor of a run's processes, with the limits of its settings, and settings that are
+    theirs besides: where services on several nodes listen.
+
+    On a cluster: raises as on_cluster, before anything is started.
+    """
+    given = run.config, run.files, run.overrides
+    if launcher.kind == LOCAL:
+        supervisor = Supervisor(
+            run_launches(*given),
+            run.directory,
+            on_event=on_event,
+            health_s=_health_s(run.plan),
+            heartbeat_s=run.config.run.heartbeat_s,
+            hung_s=run.config.run.hung_s,
+        )
+        yield supervisor, []
+        return
+    from paceline.cluster.launcher import RunOnCluster, on_cluster
+    from paceline.cluster.pools import pools_of
+
+    pools = pools_of(run.files, run.overrides)
+    asked = RunOnCluster(*given, run.directory, pools, _health_s(run.plan))
+    launches = service_launches(*given)
+    async with on_cluster(asked, launcher.address, on_event) as cluster:
+        supervisor = Supervisor(cluster.launches(launches), run.directory, keep=cluster.keep)
+        yield supervisor, cluster.addresses
 
 
 def _health_s(plan: Checked) -> float:

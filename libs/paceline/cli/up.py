@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.cli.launcher import Launcher
 from paceline.cli.play import Play, play
 from paceline.cli.run_files import files_of, note_settings
 from paceline.config import ServiceConfig, load_config
@@ -16,7 +17,12 @@ from paceline.local.owner import SUPERVISOR, owned
 
 
 async def run_up(
-    files: Sequence[Path], overrides: Sequence[str], console: Console, *, as_json: bool
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    console: Console,
+    launcher: Launcher,
+    *,
+    as_json: bool,
 ) -> int:
     """As play(), of the run that the settings describe; they are noted as its config.toml.
 
@@ -32,8 +38,9 @@ async def run_up(
     settings = [path.absolute() for path in files]
     run = files_of(load_config(ServiceConfig, "local", settings, overrides))
     words = [word for path in files for word in ("--config", str(path))]
-    again = shlex.join(["paceline", "up", *words, *overrides])
+    again = shlex.join(["paceline", "up", *launcher.words, *words, *overrides])
     with owned(run.directory, SUPERVISOR):
         if run.config not in settings:
             note_settings(run, settings, overrides)
-        return await play(Play(run, settings, overrides, again), console, as_json=as_json)
+        playing = Play(run, settings, overrides, again, launcher)
+        return await play(playing, console, as_json=as_json)

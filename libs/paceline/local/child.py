@@ -16,7 +16,7 @@ from paceline.local import news
 from paceline.local.disk import lack_of_room
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.hung import HUNG_S, Turns, unanswered
-from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy
+from paceline.local.launch import ChildEvent, EventKind, Launch, Needed, RestartPolicy
 from paceline.local.processes import (
     EXIT_CONFIG,
     EXIT_FULL,
@@ -44,7 +44,7 @@ class Child:
         policy: RestartPolicy,
         on_event: Callable[[ChildEvent], None],
         health_s: float,
-        needs: Sequence[Child] = (),
+        needs: Sequence[Needed] = (),
         heartbeat_s: float = LIMIT_S,
         hung_s: float = HUNG_S,
     ) -> None:

@@ -9,6 +9,7 @@ from paceline.errors import ConfigError
 MODULES = {
     "serve": ("torch", "transformers"),
     "train": ("torch", "transformers", "jaxtyping"),
+    "ray": ("ray",),
 }
 """Extra of pyproject.toml -> modules by which one knows that it is there."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 from paceline.local import news
 
@@ -41,6 +43,48 @@ class ChildEvent:
     kind: EventKind
     pid: int
     detail: str = ""
+
+
+class Needed(Protocol):
+    """What a process needs to know of another one without which it cannot work."""
+
+    @property
+    def launch(self) -> Launch:
+        """How that is started."""
+        ...
+
+    @property
+    def is_healthy(self) -> asyncio.Event:
+        """Set while it is."""
+        ...
+
+
+class Supervised(Needed, Protocol):
+    """A process that is kept running, wherever it is."""
+
+    @property
+    def log(self) -> Path:
+        """What it prints."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 when none runs."""
+        ...
+
+    async def run(self) -> None:
+        """Start and restart; returns when the process exits with status 0. Raises RunFailed and
+        Unavailable.
+        """
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, `grace_s` seconds, SIGKILL; after run() has been cancelled."""
+        ...
+
+
+Keep = Callable[[Launch, Sequence[Supervised]], Supervised]
+"""Makes what keeps a launch running, given those it needs."""
 
 
 @dataclass(frozen=True, slots=True)

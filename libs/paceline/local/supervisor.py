@@ -20,7 +20,7 @@ from paceline.local.foreign_redis import check_durable
 from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.hung import HUNG_S
-from paceline.local.launch import ChildEvent, Launch, RestartPolicy
+from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec
@@ -46,17 +46,24 @@ class Supervisor:
         health_s: float = 120.0,
         heartbeat_s: float = LIMIT_S,
         hung_s: float = HUNG_S,
+        keep: Keep | None = None,
     ) -> None:
-        """`heartbeat_s` and `hung_s`: as in the configuration of a run."""
-        made = policy or RestartPolicy()
-        self._children: dict[str, Child] = {}
+        """`heartbeat_s` and `hung_s`: as in the configuration of a run. `keep`: keeps the processes
+        running elsewhere, with limits of its own; None: as children of this one.
+        """
+
+        def child(launch: Launch, needs: Sequence[Supervised]) -> Supervised:
+            logs, made = run_dir / "logs", policy or RestartPolicy()
+            return Child(launch, logs, made, on_event, health_s, needs, heartbeat_s, hung_s)
+
+        self._children: dict[str, Supervised] = {}
+        needs: dict[str, list[str]] = {}  # of each all, near and far
         for launch in in_order(launches):
-            direct = [self._children[name] for name in launch.depends_on]
-            needs = dict.fromkeys([*direct, *(far for near in direct for far in near.needs)])
-            logs, limits = run_dir / "logs", (heartbeat_s, hung_s)
-            self._children[launch.name] = Child(
-                launch, logs, made, on_event, health_s, tuple(needs), *limits
-            )
+            near = launch.depends_on
+            all_of_it = dict.fromkeys([*near, *(far for name in near for far in needs[name])])
+            needs[launch.name] = list(all_of_it)
+            needed = [self._children[name] for name in all_of_it]
+            self._children[launch.name] = (keep or child)(launch, needed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -190,11 +197,25 @@ def run_launches(
     `config` is the shared part that `files` and `overrides` give. Redis that others run is only
     waited for. First comes the process whose forks are their ranks and engine workers.
     """
-    words = [word for path in files for word in ("--config", str(path))]
-    launches = [launch_of(spec, config, [*words, *overrides]) for spec in SERVICES]
+    launches = service_launches(config, files, overrides)
     forkserver = forkserver_launch([module for spec in SERVICES for module in spec.forked])
     found = {FORKSERVER_VARIABLE: forkserver.environment[FORKSERVER_VARIABLE]}
     return [forkserver, *(replace(each, environment=found) for each in launches)]
+
+
+def service_launches(
+    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
+) -> list[Launch]:
+    """Those of the service table, as run_launches."""
+    return [service_launch(spec, config, files, overrides) for spec in SERVICES]
+
+
+def service_launch(
+    spec: ServiceSpec, config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
+) -> Launch:
+    """The launch of one service of a run with these settings. Raises as launch_of."""
+    words = [word for path in files for word in ("--config", str(path))]
+    return launch_of(spec, config, [*words, *overrides])
 
 
 def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:

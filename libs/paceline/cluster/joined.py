@@ -1,0 +1,197 @@
+"""Joins a Ray cluster, one that is there or one of this machine alone, with errors that say what is
+wrong before anything is started.
+
+Ray runs whatever somebody sends who reaches its ports. A cluster of our own keeps to loopback and
+has a token; another has to ask for one, and to encrypt, where it can be reached from elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.local.extras import require_extra
+from paceline.local.patience import patient
+from paceline.local.ports import split_address
+from paceline.local.processes import usable_cores
+from paceline.rpc import is_loopback
+
+AUTO = "auto"
+NAMESPACE = "paceline"
+"""In which the actors of all runs are named."""
+_REACHED_S = 5.0
+_JOIN_S, _LEAVE_S = 60.0, 20.0
+_OBJECTS_BYTES = 80 << 20
+"""Of the object store, of which a run needs nothing."""
+_TOKEN, _TOKEN_FILE, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"
+
+
+@asynccontextmanager
+async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncIterator[Any]:
+    """The module `ray` while the block runs, connected: to the cluster at `host:port`, to the one
+    that this machine is a node of for "auto", without an address to one of its own on loopback,
+    which ends with the block.
+
+    `allow_insecure`: as in the settings of a run. Raises ConfigError where Ray is not installed,
+    another version runs there or it lets everybody in, Unavailable where no cluster answers,
+    DeadlineExceeded for one that takes too long.
+    """
+    require_extra("ray", "--launcher ray")
+    alone = address is None or is_here(address)
+    if address not in (None, AUTO):
+        await _reached(str(address))
+    _use_token(address)
+    if address is not None and not (allow_insecure or (address != AUTO and is_loopback(address))):
+        _require_security(str(address))
+    ray = _imported(alone=alone)
+    async with _connected(ray, address):
+        yield ray
+
+
+def is_here(address: str) -> bool:
+    """Whether a cluster keeps to this machine."""
+    return address.rpartition(":")[0] in ("127.0.0.1", "localhost")
+
+
+def _use_token(address: str | None) -> None:
+    """A cluster of our own gets a token; for another there is one, or it needs none."""
+    if address is None:
+        os.environ.setdefault(_TOKEN, secrets.token_hex(32))
+    file = Path(os.environ.get(_TOKEN_FILE) or Path.home() / ".ray/auth_token")
+    if os.environ.get(_TOKEN) or file.is_file():
+        os.environ.setdefault(_MODE, "token")
+
+
+def _require_security(address: str) -> None:
+    """Raises ConfigError."""
+    lacking = [] if os.environ.get(_MODE) == "token" else [f"a token ({_MODE}=token, ${_TOKEN})"]
+    if os.environ.get("RAY_USE_TLS") != "1":
+        lacking.append("TLS (RAY_USE_TLS=1 and its files)")
+    if lacking:
+        raise ConfigError(
+            f"a Ray cluster that other hosts reach needs {' and '.join(lacking)} on every node",
+            seen=address,
+            allowed="these, or security.allow_insecure=true in a network of one's own",
+        )
+
+
+def _imported(*, alone: bool) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported unasked
+    import ray
+    from ray._private import ray_constants
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # what goes wrong is raised
+    # Keeps to loopback; Ray itself does so by default on macOS and Windows alone.
+    ray_constants.ENABLE_RAY_CLUSTER = not alone
+    return ray
+
+
+def _join(ray: Any, address: str | None) -> None:
+    own: dict[str, Any] = {}
+    if address is None:
+        own = {
+            "num_cpus": usable_cores(),
+            "include_dashboard": False,
+            "object_store_memory": _OBJECTS_BYTES,
+        }
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            **own,
+        )
+    except Exception as error:  # bare ones of Ray's among them
+        said = " ".join(f"{error} {error.__cause__ or ''}".split())
+        if "AuthToken" in said:
+            raise ConfigError(
+                "the Ray cluster does not take this token",
+                seen=address,
+                allowed=f"the cluster's, in ${_TOKEN} or ~/.ray/auth_token",
+            ) from error
+        if "mismatch" in said.lower():
+            raise ConfigError(
+                "the cluster runs another version of Ray or Python", seen=said
+            ) from error
+        raise Unavailable(
+            "no Ray cluster answers",
+            seen=f"{address or 'one of our own'}: {error}",
+            allowed="host:port of `ray start --head`, auto on a node of it, or no --address",
+        ) from error
+
+
+async def _reached(address: str) -> None:
+    """Raises ConfigError for what is no address, Unavailable where nobody listens."""
+    if "://" in address:
+        raise ConfigError(
+            "Ray's client is not used: a run's processes talk to each other themselves",
+            seen=address,
+            allowed="host:port of the cluster, from a machine that is one of its nodes, or auto",
+        )
+    host, port = split_address(address, "--address")
+    try:
+        async with asyncio.timeout(patient(_REACHED_S)):
+            _, writer = await asyncio.open_connection(host, port, family=socket.AF_UNSPEC)
+    except (OSError, TimeoutError) as error:
+        raise Unavailable(
+            "no Ray cluster answers",
+            seen=address,
+            allowed="host:port that `ray start --head` names, 6379 unless set",
+        ) from error
+    writer.close()
+
+
+@asynccontextmanager
+async def _connected(ray: Any, address: str | None) -> AsyncIterator[None]:
+    """Connects in a thread that stays until the block ends: what Ray starts dies with the thread
+    that starts it, and in the main one Ray would take our signals.
+
+    Raises as _join; DeadlineExceeded after a while, when nobody waits for the thread any more.
+    """
+    loop, over = asyncio.get_running_loop(), threading.Event()
+    there, left = loop.create_future(), loop.create_future()
+
+    def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+        if not future.done():  # else it is late
+            future.set_exception(error) if error else future.set_result(None)
+
+    def stay() -> None:
+        failure: BaseException | None = None
+        try:
+            _join(ray, address)
+        except BaseException as error:  # noqa: BLE001 - raised again by who awaits it
+            failure = error
+        loop.call_soon_threadsafe(settle, there, failure)
+        over.wait()
+        ray.shutdown()
+        with suppress(RuntimeError):  # the loop has gone
+            loop.call_soon_threadsafe(settle, left, None)
+
+    threading.Thread(target=stay, daemon=True).start()
+    try:
+        await _within(there, _JOIN_S)
+        yield
+    finally:
+        over.set()
+        with suppress(DeadlineExceeded):
+            await _within(left, _LEAVE_S)
+
+
+async def _within(future: asyncio.Future[None], seconds: float) -> None:
+    try:
+        async with asyncio.timeout(patient(seconds)):
+            await asyncio.shield(future)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            "the Ray cluster does not answer", seen=f"{patient(seconds):.0f} s"
+        ) from error

@@ -1,0 +1,186 @@
+"""Keeps one service running on its node: the actor's side.
+
+The service is a child of this process, watched as a supervisor on one machine watches it
+(local/child.py): beats, turns of its loop, restarts. What happens to it is told to whoever looks.
+When nobody has looked for a while, whoever started the run is gone, and the service is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.cluster.order import FORKSERVER, NODE_LOST, KeeperReport, ServiceOrder
+from paceline.config import ServiceConfig, load_config
+from paceline.errors import FailedPrecondition, PacelineError, Unavailable
+from paceline.local.child import Child
+from paceline.local.forking import forkserver_launch
+from paceline.local.launch import ChildEvent, Launch, RestartPolicy
+from paceline.local.services import service
+from paceline.local.supervisor import service_launch
+
+DESERTED_S = 20.0
+"""Seconds without a look after which a keeper ends its service and itself."""
+_GRACE_S = 10.0
+_OF_RAY = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""Variables that Ray sets for its own workers, not for what they start."""
+T = TypeVar("T")
+
+
+def node_address() -> str:
+    """Of the node that this process is on, as Ray knows it."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Another service of the run, as far as this one has to know."""
+
+    launch: Launch
+    is_healthy: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ServiceKeeper:
+    """One service. Its methods are called by Ray's threads, its work is done on a loop of its own:
+    of asyncio's kind, since a child is tied to the thread that starts it.
+    """
+
+    def __init__(self, order: str) -> None:
+        self._order = ServiceOrder.of(order)
+        self._looked = time.monotonic()
+        self._events: list[ChildEvent] = []
+        self._child: Child | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._needs: dict[str, _Need] = {}
+        self._looks = asyncio.Event()
+        # Ray chooses uvloop's, whose children want the main thread.
+        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+        self._loop = asyncio.new_event_loop()
+        self._news = asyncio.Event()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._end_when_deserted(), self._loop)
+
+    def begin(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Starts it, and returns what services beside it need in their environment."""
+        return self._on_loop(self._begin(environment))
+
+    def look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
+        """A KeeperReport of events from that number on, as soon as there is one, or after that
+        time. `healthy`: of what it needs.
+        """
+        return self._on_loop(self._look(since, healthy, wait_s))
+
+    def silent_s(self) -> float:
+        """Seconds since the last look."""
+        return time.monotonic() - self._looked
+
+    def stop(self, grace_s: float) -> None:
+        """Stops it with all that it started."""
+        self._on_loop(self._stop(grace_s))
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _begin(self, environment: Mapping[str, str]) -> dict[str, str]:
+        if self._child is not None:
+            raise FailedPrecondition("this service is kept running already", seen=self._order.name)
+        order = self._order
+        if order.host != node_address():
+            raise Unavailable(
+                f"the slots of {order.name} are on another node now, where nobody looks for it",
+                reason=NODE_LOST,
+                seen=node_address(),
+                allowed=order.host,
+            )
+        os.chdir(order.directory)
+        for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
+            del os.environ[name]
+        os.environ.update({**order.environment, **environment})
+        launch = self._launch()
+        self._needs = {
+            name: _Need(Launch(name, (), optional=optional))
+            for name, optional in order.needs.items()
+        }
+        limits = order.heartbeat_s, order.hung_s
+        self._child = Child(
+            launch,
+            Path(order.run_dir) / "logs",
+            RestartPolicy(),
+            self._note,
+            order.health_s,
+            tuple(self._needs.values()),
+            *limits,
+        )
+        self._running = asyncio.create_task(self._child.run())
+        self._running.add_done_callback(lambda _: self._news.set())
+        return dict(launch.environment) if order.name.startswith(FORKSERVER) else {}
+
+    def _launch(self) -> Launch:
+        order = self._order
+        if order.name.startswith(FORKSERVER):
+            return replace(forkserver_launch(order.modules), name=order.name)
+        files = [Path(file) for file in order.files]
+        config = load_config(ServiceConfig, "local", files, order.overrides)
+        return service_launch(service(order.name), config, files, order.overrides)
+
+    def _note(self, event: ChildEvent) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    async def _look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
+        self._note_look()
+        for name, need in self._needs.items():
+            need.is_healthy.set() if name in healthy else need.is_healthy.clear()
+        if len(self._events) <= since and not self._over:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+        self._note_look()
+        well = self._child is not None and self._child.is_healthy.is_set()
+        told = tuple(self._events[since:])
+        return KeeperReport(len(self._events), told, well, self._over, self._failure()).text()
+
+    def _note_look(self) -> None:
+        self._looked = time.monotonic()
+        self._looks.set()
+
+    @property
+    def _over(self) -> bool:
+        return self._running is not None and self._running.done()
+
+    def _failure(self) -> PacelineError | None:
+        running = self._running
+        if running is None or not running.done() or running.cancelled():
+            return None
+        error = running.exception()
+        if error is None or isinstance(error, PacelineError):
+            return error
+        raise error
+
+    async def _stop(self, grace_s: float) -> None:
+        if self._running is not None and self._child is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+            await self._child.stop(grace_s)
+
+    async def _end_when_deserted(self) -> None:
+        with suppress(TimeoutError):
+            while True:
+                self._looks.clear()
+                async with asyncio.timeout(DESERTED_S):
+                    await self._looks.wait()
+        await self._stop(_GRACE_S)
+        os._exit(0)  # nobody is left who would end this actor

@@ -1,0 +1,258 @@
+"""Launches a run on a Ray cluster: reserves its pools, looks at their nodes, and gives a supervisor
+what keeps each service running there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.joined import joined
+from paceline.cluster.keeper import DESERTED_S, ServiceKeeper
+from paceline.cluster.kept import KeptService
+from paceline.cluster.nodes import addresses, compare, look, require_ways
+from paceline.cluster.order import FORKSERVER, ServiceOrder
+from paceline.cluster.pools import Pool, check_room
+from paceline.config import ServiceConfig, load_config
+from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
+from paceline.local import news
+from paceline.local.forking import FORKSERVER_VARIABLE
+from paceline.local.launch import ChildEvent, Launch, Supervised
+from paceline.local.patience import patient
+from paceline.local.processes import HEARTBEAT_VARIABLE, PARENT_VARIABLE
+from paceline.local.services import SERVICES
+from paceline.report.machine import versions
+
+_RESERVED_S = 60.0
+_LOOKED_AT_S = 60.0
+_THREADS = 8
+"""Calls that a keeper takes at once."""
+_TRAVELLING = ("PACELINE_", "OTEL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "SGLANG_")
+"""Beginnings of the variables that services get from whoever starts the run."""
+_AT_HOME = (PARENT_VARIABLE, HEARTBEAT_VARIABLE, FORKSERVER_VARIABLE, news.VARIABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnCluster:
+    """A run that is to be launched."""
+
+    config: ServiceConfig  # the part that all services share
+    files: Sequence[Path]  # TOML, absolute
+    overrides: Sequence[str]
+    directory: Path  # of its files, absolute
+    pools: Sequence[Pool]
+    health_s: float  # that a service may take to its start
+
+    def actor(self, service: str) -> str:
+        """Name of the keeper of a service; without one what all names begin with."""
+        return f"{self.config.run.id}/{service}"
+
+
+@asynccontextmanager
+async def on_cluster(
+    run: RunOnCluster, address: str | None, on_event: Callable[[ChildEvent], None]
+) -> AsyncIterator[_ClusterRun]:
+    """A launcher of the run, while the block runs; its pools are given back afterwards.
+
+    Raises ConfigError (no Ray, other versions, too few slots, a directory that a node does not
+    have), Unavailable (no cluster) and FailedPrecondition (the run is on the cluster already),
+    before anything is started.
+    """
+    async with joined(address, allow_insecure=run.config.security.allow_insecure) as ray:
+        launcher = _ClusterRun(ray, run, on_event)
+        await launcher.require_name()
+        check_room(run.pools, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        try:
+            await launcher.reserve()
+            await launcher.look_at_nodes()
+            if launcher.addresses:
+                settings = [*run.overrides, *launcher.addresses]
+                require_ways(load_config(ServiceConfig, "local", run.files, settings))
+            yield launcher
+        finally:
+            await asyncio.to_thread(launcher.give_back)
+
+
+class _ClusterRun:
+    """Makes keepers; `launches` and `keep` are for a Supervisor."""
+
+    def __init__(self, ray: Any, run: RunOnCluster, on_event: Callable[[ChildEvent], None]) -> None:
+        self._ray = ray
+        self._run = run
+        self._on_event = on_event
+        self._groups: dict[str, Any] = {}  # placement group by pool
+        self._pool_of = {name: pool for pool in run.pools for name in pool.services}
+        self._surroundings: dict[str, asyncio.Future[Mapping[str, str]]] = {}
+        self._hosts: dict[str, str] = {}  # address of its node by pool
+
+    async def require_name(self) -> None:
+        """Raises FailedPrecondition where the run is on the cluster already. One whose starter has
+        gone is awaited: its keepers end by themselves.
+        """
+        end = asyncio.get_running_loop().time() + patient(2 * DESERTED_S)
+        while names := await asyncio.to_thread(self._names):
+            silent = [await asyncio.to_thread(self._silent_s, name) for name in names]
+            if min(silent) < DESERTED_S / 4 or asyncio.get_running_loop().time() > end:
+                raise FailedPrecondition(
+                    "a run of this id is on the cluster already; stop that one, or set run.id",
+                    reason="RUN_OWNED",
+                    seen=", ".join(sorted(names)),
+                )
+            await asyncio.sleep(1.0)  # Ray tells of no end of an actor that others have made
+
+    def _names(self) -> list[str]:
+        found = self._ray.util.list_named_actors()
+        return [name for name in found if name.startswith(self._run.actor(""))]
+
+    def _silent_s(self, name: str) -> float:
+        try:
+            keeper = self._ray.get_actor(name)
+            return float(self._ray.get(keeper.silent_s.remote(), timeout=patient(_LOOKED_AT_S)))
+        except (ValueError, self._ray.exceptions.RayActorError):  # it has just ended
+            return float("inf")
+
+    async def reserve(self) -> None:
+        """Takes the slots of all pools. Raises DeadlineExceeded while others have them."""
+        from ray.util.placement_group import placement_group
+
+        for pool in self._run.pools:
+            if pool.bundles:
+                bundles = [dict(bundle) for bundle in pool.bundles]
+                self._groups[pool.name] = placement_group(
+                    bundles, strategy="STRICT_PACK", name=self._run.actor(pool.name)
+                )
+        for name, group in self._groups.items():
+            if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
+                raise DeadlineExceeded(
+                    f"no node has the slots of pool {name} free; others use them",
+                    seen=f"{patient(_RESERVED_S):.0f} s",
+                    allowed="less for this run, or its turn",
+                )
+
+    async def look_at_nodes(self) -> None:
+        """Raises ConfigError where a node runs another Python or Paceline, or where the directory
+        of the run is another one.
+        """
+        path, nonce = self._run.directory / ".shared", secrets.token_hex(8)
+        path.write_text(nonce, encoding="utf-8")
+        own = versions()
+        try:
+            for pool in self._run.pools:
+                task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool))
+                async with asyncio.timeout(patient(_LOOKED_AT_S)):
+                    host, found, read = await task.remote(str(path))
+                compare(pool.name, own, found)
+                self._hosts[pool.name] = host
+                if read != nonce:
+                    raise ConfigError(
+                        f"the node of pool {pool.name} does not have the run's directory",
+                        seen=self._run.directory,
+                        allowed="a path that all nodes share",
+                    )
+        finally:
+            path.unlink(missing_ok=True)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Settings of where services on several nodes listen."""
+        return addresses(self._run.config.addresses, self._run.pools, self._hosts)
+
+    @property
+    def _settings(self) -> list[str]:
+        return [*self._run.overrides, *self.addresses]
+
+    def launches(self, made: Sequence[Launch]) -> list[Launch]:
+        """Of a run's services and the forkservers of its pools; ports are looked at where they
+        are bound.
+        """
+        forkservers = [
+            Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))
+        ]
+        return [*forkservers, *(replace(one, ports=()) for one in made)]
+
+    def keep(self, launch: Launch, needs: Sequence[Supervised]) -> Supervised:
+        """What keeps one of them running."""
+        forkserver = launch.name.startswith(FORKSERVER)
+        pool = self._pool_with(launch.name)
+        modules = self._modules(pool) if forkserver else []
+        order = ServiceOrder(
+            launch.name,
+            str(self._run.directory),
+            os.getcwd(),
+            [str(path) for path in self._run.files],
+            self._settings,
+            modules,
+            {need.launch.name: need.launch.optional for need in needs},
+            _travelling(),
+            self._run.health_s,
+            self._run.config.run.heartbeat_s,
+            self._run.config.run.hung_s,
+        )
+        order = replace(order, host=self._hosts[pool.name])
+        around = self._surroundings.setdefault(
+            pool.name, asyncio.get_running_loop().create_future()
+        )
+        if not self._forkserver(pool) and not around.done():
+            around.set_result({})
+        return KeptService(launch, order, needs, self._placed, around, self._on_event)
+
+    def _placed(self, order: ServiceOrder) -> Any:
+        made = self._ray.remote(ServiceKeeper).options(
+            name=self._run.actor(order.name),
+            lifetime="detached",
+            max_concurrency=_THREADS,
+            num_cpus=0,
+            **self._place(self._pool_with(order.name)),
+        )
+        return made.remote(order.text())
+
+    def _place(self, pool: Pool) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import (
+            NodeAffinitySchedulingStrategy,
+            PlacementGroupSchedulingStrategy,
+        )
+
+        group = self._groups.get(pool.name)
+        if group is None:
+            own = self._ray.get_runtime_context().get_node_id()
+            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=False)}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
+
+    def _pool_with(self, name: str) -> Pool:
+        return next(
+            pool
+            for pool in self._run.pools
+            if name in pool.services or name == self._forkserver(pool)
+        )
+
+    def _modules(self, pool: Pool) -> list[str]:
+        """That the services of a pool fork from."""
+        return [module for spec in SERVICES if spec.name in pool.services for module in spec.forked]
+
+    def _forkserver(self, pool: Pool) -> str:
+        """Its name in a pool; "" where nothing forks."""
+        return f"{FORKSERVER}_{pool.name}" if self._modules(pool) else ""
+
+    def give_back(self) -> None:
+        """Ends keepers that are left, and gives the slots back."""
+        for name in self._names():
+            try:
+                self._ray.kill(self._ray.get_actor(name))
+            except ValueError:  # it has just ended
+                continue
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+
+
+def _travelling() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_TRAVELLING) or name == "REDIS_URL") and name not in _AT_HOME
+    }

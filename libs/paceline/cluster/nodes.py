@@ -1,0 +1,67 @@
+"""Looks at the nodes of a run's pools, and says where services on several of them listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.cluster.keeper import node_address
+from paceline.cluster.pools import Pool
+from paceline.config import AddressesConfig, ServiceConfig
+from paceline.errors import ConfigError
+from paceline.local.services import SERVICES
+from paceline.report.machine import versions
+from paceline.rpc.security import check_events, check_security
+
+
+def look(shared: str) -> tuple[str, dict[str, str], str]:
+    """A task on a node: its address, its versions, and what a file holds there, "" where it is not
+    there.
+    """
+    path = Path(shared)
+    held = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return node_address(), versions(), held
+
+
+def compare(pool: str, own: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """Raises ConfigError where the node of a pool has other versions."""
+    for name in ("python", "paceline", "torch"):
+        if name in own and name in there and own[name] != there[name]:
+            raise ConfigError(
+                f"the node of pool {pool} has another {name}", seen=there[name], allowed=own[name]
+            )
+
+
+def addresses(
+    before: AddressesConfig, pools: Sequence[Pool], hosts: Mapping[str, str]
+) -> list[str]:
+    """Settings of where services listen, given the host of each pool: none where all are on one,
+    else each at the port that its settings name, on the interface by which the others know its
+    node.
+    """
+    if len(set(hosts.values())) == 1:
+        return []
+    found = []
+    host_of = {name: hosts[pool.name] for pool in pools for name in pool.services}
+    for spec in SERVICES:
+        for key in filter(None, (spec.address_key, *spec.more_address_keys)):
+            scheme, slashes, rest = getattr(before, key).rpartition("//")
+            port = rest.rpartition(":")[2]
+            found.append(f"addresses.{key}={scheme}{slashes}{host_of[spec.name]}:{port}")
+    return found
+
+
+def require_ways(config: ServiceConfig) -> None:
+    """Raises ConfigError where services on several nodes could not reach each other, or anybody
+    could reach them.
+    """
+    if not config.redis.durable_url:
+        raise ConfigError(
+            "a run on several nodes needs a Redis that all of them reach",
+            seen="redis.durable_url is empty",
+            allowed="its URL, with a password",
+        )
+    for spec in SERVICES:
+        if spec.address_key:
+            check_security(getattr(config.addresses, spec.address_key), config.security)
+    check_events(config.addresses.events, config.security)

@@ -1,0 +1,126 @@
+"""`paceline demo --launcher ray` on a real Ray cluster of one node, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from demo_runs import SMALL, demo, left_over, wait_for
+
+from paceline.cluster.keeper import DESERTED_S
+from paceline.local.patience import patient
+
+pytest.importorskip("ray", reason="the extra `ray`")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+HEAD = Path(__file__).parents[1] / "ray_head.py"
+TOKEN = "of-a-cluster-that-tests-start-" * 2
+
+
+@pytest.fixture(scope="module")
+def on_cluster() -> Iterator[list[str]]:
+    """Words that launch a run on a cluster of two slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, str(HEAD), "2"], text=True, **pipes) as head:
+            assert head.stdout is not None
+            address = head.stdout.readline().strip()
+            assert address
+            yield ["--launcher", "ray", "--address", address]
+            head.communicate("", timeout=patient(60))
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=patient(240))
+    assert process.returncode == 0, output
+    return output
+
+
+def outcome(run: Path) -> tuple[list[str], str]:
+    """Tokens of every step, and the policy that was trained with them."""
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    (policy,) = (run / "checkpoints/policy").glob("step-*/model.safetensors")
+    return [step["tokens_hash"] for step in steps], sha256(policy.read_bytes()).hexdigest()
+
+
+def summary(run: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return kept
+
+
+def test_a_run_on_a_cluster_has_the_tokens_and_weights_of_one_beside_it(
+    tmp_path: Path, on_cluster: list[str]
+) -> None:
+    words = ("--steps", "2", *SMALL)
+    there = demo(tmp_path / "there", *words, *on_cluster)
+    finished(there)
+    finished(demo(tmp_path / "here", *words))
+    runs = [tmp_path / one / "demo-0-1" for one in ("there", "here")]
+    assert outcome(runs[0]) == outcome(runs[1])
+    assert summary(runs[0])["trajectories_lost"] == 0
+    assert (runs[0] / "report.html").is_file()
+    assert left_over(tmp_path) == []
+
+
+def test_a_service_comes_back_whether_it_or_its_keeper_dies(
+    tmp_path: Path, on_cluster: list[str]
+) -> None:
+    process = demo(tmp_path, "--steps", "4", *SMALL, *on_cluster)
+    lines = wait_for(process, "step 1/4")
+    started = {line.split()[0]: line for line in lines if " started (pid " in line}
+    pids = {name: int(line.split("pid ")[1].split(")")[0]) for name, line in started.items()}
+    second = demo(tmp_path / "again", "--steps", "1", *SMALL, *on_cluster)
+    refusal, _ = second.communicate(timeout=patient(120))
+    assert "a run of this id is on the cluster already" in refusal
+    os.kill(pids["policy_trainer"], signal.SIGKILL)
+    keeper = psutil.Process(pids["gateway"]).parent()
+    assert keeper is not None
+    keeper.kill()
+    output = finished(process)
+    assert "gateway died" in output
+    assert "policy_trainer restarted" in output
+    run = summary(tmp_path / "demo-0-1")
+    assert run["trajectories_lost"] == 0
+    assert run["trajectories_published"] == run["trajectories_trained"] == 4 * 16
+    assert left_over(tmp_path) == []
+
+
+def test_a_run_whose_starter_is_killed_ends_by_itself(
+    tmp_path: Path, on_cluster: list[str]
+) -> None:
+    process = demo(tmp_path, "--steps", "40", *SMALL, *on_cluster)
+    wait_for(process, "step 1/40")
+    family = [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(one.info)]
+    process.kill()
+    process.communicate(timeout=patient(30))
+    _, alive = psutil.wait_procs(family, timeout=patient(DESERTED_S + 30))
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gateway.engine.workers=3",), "fewer slots than this run asks for"),
+        (("--address", "127.0.0.1:1"), "no Ray cluster answers"),
+        (("--address", "ray://127.0.0.1:1"), "Ray's client is not used"),
+        (("--address", "nowhere"), "--address is not an address"),
+        (("--address", "192.0.2.1:6379"), "no Ray cluster answers"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_before_anything_is_started(
+    words: tuple[str, ...], said: str, tmp_path: Path, on_cluster: list[str]
+) -> None:
+    process = demo(tmp_path, "--steps", "1", *on_cluster, *words)
+    output, _ = process.communicate(timeout=patient(120))
+    assert process.returncode != 0
+    assert said in output
+    assert " started (pid " not in output

@@ -1,0 +1,82 @@
+"""A run over several nodes of a real Ray cluster, rollouts on one and trainers on another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from demo_runs import SMALL, demo, left_over, wait_for
+from ray_nodes import ray_nodes
+
+from paceline.cli.run_files import RunFiles
+from paceline.local.patience import patient
+from paceline.local.ports import free_ports
+
+pytest.importorskip("ray", reason="the extra `ray`")
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+HEAD, NODES = "127.0.1.1", ("127.0.1.2", "127.0.1.3", "127.0.1.4")
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-several-nodes-that-tests-start-" * 2)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+
+
+def run_over_nodes(out: Path, address: str, *words: str) -> subprocess.Popen[str]:
+    apart = ("schedule=fully_async", "max_policy_lag=2", "placement=disaggregated")
+    chosen = [f"coordinator.{one}" for one in (*apart, "learner_slots=1")]
+    redis = f"redis.durable_url=redis://127.0.0.1:{free_ports(1)[0]}"
+    launched = ("--launcher", "ray", "--address", address)
+    return demo(
+        out,
+        "--steps",
+        str(STEPS),
+        *SMALL,
+        *chosen,
+        "gateway.engine.workers=1",
+        redis,
+        *launched,
+        *words,
+    )
+
+
+def host_of(run: Path, service: str) -> str:
+    address: str = RunFiles("", run).read_config()["addresses"][service]
+    return address.rpartition(":")[0].rpartition("//")[2]
+
+
+def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path: Path) -> None:
+    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
+        process = run_over_nodes(tmp_path, f"{HEAD}:{port}")
+        lines = wait_for(process, "step 1/")
+        hosts = {name: host_of(run, name) for name in ("gateway", "policy_trainer", "coordinator")}
+        assert hosts["coordinator"] == HEAD
+        assert {hosts["gateway"], hosts["policy_trainer"]} < set(NODES)
+        assert hosts["gateway"] != hosts["policy_trainer"]
+        nodes[hosts["policy_trainer"]].kill()
+        output, _ = process.communicate(timeout=patient(400))
+        assert process.returncode == 0, "".join(lines) + output
+        assert "the run is taken up again on the nodes that are left" in output
+        assert host_of(run, "policy_trainer") not in (hosts["policy_trainer"], HEAD)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
+    assert summary["trajectories_lost"] == 0
+    assert summary["trajectories_published"] == (
+        summary["trajectories_trained"] + sum(summary["trajectories_dropped"].values())
+    )
+    assert left_over(tmp_path) == []
+
+
+def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    with ray_nodes({HEAD: 1, NODES[0]: 1}, port):
+        process = run_over_nodes(tmp_path, f"{HEAD}:{port}", 'redis.durable_url=""')
+        output, _ = process.communicate(timeout=patient(120))
+    assert process.returncode != 0
+    assert "a run on several nodes needs a Redis that all of them reach" in output
+    assert " started (pid " not in output

@@ -1,0 +1,86 @@
+"""Nodes of a Ray cluster, each under an address of its own on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paceline.local.patience import patient
+from paceline.local.ports import free_ports
+
+_START = Path(sys.executable).with_name("ray")
+
+
+class RayNode:
+    """One node: a process group that can be killed whole."""
+
+    def __init__(self, host: str, cpus: int, *where: str) -> None:
+        """`where`: words that make it the head, or name the head."""
+        words = ["--block", f"--node-ip-address={host}", f"--num-cpus={cpus}", *where]
+        words += ["--object-store-memory=80000000"]
+        words += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        self.host = host
+        self._process = subprocess.Popen(
+            [str(_START), "start", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        )
+
+    def starts(self) -> str:
+        """What it says when it does not start, else ""."""
+        assert self._process.stdout is not None
+        said = []
+        for line in self._process.stdout:
+            said.append(line)
+            if "block forever" in line:
+                return ""
+        return "".join(said)
+
+    def kill(self) -> None:
+        """As a machine that loses its power."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(patient(30))
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(patient(30))
+            finally:
+                self.kill()
+
+
+def started(host: str, cpus: int, *where: str) -> RayNode:
+    """A node; Ray gives one 30 s to start, whatever the machine does, so it may take several."""
+    for _ in range(4):
+        node = RayNode(host, cpus, *where)
+        if not (said := node.starts()):
+            return node
+        node.stop()
+    raise AssertionError(said)
+
+
+@contextmanager
+def ray_nodes(cpus: dict[str, int], port: int) -> Iterator[dict[str, RayNode]]:
+    """Nodes by host, with so many cores each; the first is the head."""
+    nodes: dict[str, RayNode] = {}
+    head, *others = cpus
+    try:
+        client = f"--ray-client-server-port={free_ports(1)[0]}"
+        words = ("--head", f"--port={port}", client, "--include-dashboard=false")
+        nodes[head] = started(head, cpus[head], *words)
+        for host in others:
+            nodes[host] = started(host, cpus[host], f"--address={head}:{port}")
+        yield nodes
+    finally:
+        for node in reversed(nodes.values()):
+            node.stop()

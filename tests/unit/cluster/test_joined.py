@@ -1,0 +1,68 @@
+"""Who may be joined, before Ray is asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.launcher import Launcher
+from paceline.cluster import joined
+from paceline.errors import ConfigError
+
+HEAD = "203.0.113.7:6379"
+
+
+async def reached(address: str) -> None:
+    """Whoever is asked answers."""
+
+
+@pytest.fixture(autouse=True)
+def _no_ray_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_USE_TLS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(joined, "_reached", reached)
+
+
+async def test_without_ray_it_is_said_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.local.extras.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[ray\]'"):
+        async with joined.joined(None):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("given", "lacking"),
+    [
+        ({}, r"a token .* and TLS"),
+        ({"RAY_AUTH_TOKEN": "t"}, r"needs TLS"),
+        ({"RAY_USE_TLS": "1"}, r"needs a token"),
+    ],
+)
+async def test_a_cluster_that_lets_everybody_in_is_not_joined(
+    given: dict[str, str], lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="the extra `ray`")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token" if "RAY_AUTH_TOKEN" in given else "disabled")
+    with pytest.raises(ConfigError, match=lacking):
+        async with joined.joined(HEAD):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "address", "said"),
+    [("slurm", None, "local, ray"), ("local", HEAD, "add --launcher ray")],
+)
+def test_words_that_name_no_launcher_are_refused(kind: str, address: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Launcher.of(kind, address)
+
+
+def test_a_launcher_is_named_again_by_its_words() -> None:
+    assert Launcher.of("local", None).words == []
+    assert Launcher.of("ray", HEAD).words == ["--launcher", "ray", "--address", HEAD]

@@ -1,0 +1,53 @@
+"""What runs ask of a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.pools import CPU, GPU, Pool, check_room, pools_of
+from paceline.errors import ConfigError
+
+DEMO = Path(__file__).parents[3] / "examples/demo/demo.toml"
+TRAINERS = ("policy_trainer", "drafter_trainer")
+
+
+def pools(*overrides: str) -> list[Pool]:
+    return pools_of([DEMO], ["gateway.engine.workers=2", *overrides])
+
+
+def test_services_that_compute_in_turns_share_the_slots_of_the_engines() -> None:
+    control, rollout = pools()
+    assert (control.services, control.asks) == (("redis", "redis_features", "coordinator"), {})
+    assert rollout.services == ("gateway", *TRAINERS)
+    assert rollout.bundles == ({CPU: 1.0}, {CPU: 1.0})
+
+
+def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
+    _, rollout, policy = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=3")
+    assert (rollout.services, rollout.asks) == (("gateway",), {CPU: 2.0})
+    assert (policy.services, policy.asks) == (TRAINERS, {CPU: 3.0})
+
+
+def test_slots_are_gpus_where_one_of_the_services_computes_there() -> None:
+    _, rollout = pools(
+        "gateway.engine.kind=sglang",
+        "gateway.engine.sglang.device=cuda",
+        "gateway.engine.sglang.tensor_parallel_size=4",
+        "coordinator.slots_per_worker=4",
+    )
+    assert rollout.bundles == ({GPU: 4.0}, {GPU: 4.0})  # a tensor-parallel group each
+
+
+@pytest.mark.parametrize("nodes", [[], [{CPU: 1.0}], [{CPU: 1.0}, {CPU: 1.0}], [{GPU: 8.0}]])
+def test_a_pool_that_is_on_no_node_is_refused(nodes: list[dict[str, float]]) -> None:
+    with pytest.raises(ConfigError, match=r"fewer slots.*seen: 2 CPU, 2 of them on one node"):
+        check_room(pools(), nodes)
+
+
+def test_pools_that_are_too_much_together_are_refused() -> None:
+    apart = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=2")
+    check_room(apart, [{CPU: 2.0}, {CPU: 2.0}])
+    with pytest.raises(ConfigError, match=r"seen: 4 CPU.*allowed: nodes with 3 CPU"):
+        check_room(apart, [{CPU: 3.0}])
