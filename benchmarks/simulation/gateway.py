@@ -11,6 +11,7 @@ from benchmarks.simulation.decoding import SimulatedResponse, SimulatedWorker
 from benchmarks.simulation.site import Site
 from paceline.services.coordinator.journal.groups import FIGURE
 from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import CommitMode, RunSettings, Schedule
 from paceline.services.coordinator.machine.state import Portion
 from paceline.streams.journal_line import SlotUse
@@ -39,6 +40,7 @@ class SimulatedGateway:
         self._versions = VersionSet()
         self._running: dict[int, SimulatedRollout] = {}  # by step
         self._ended: dict[tuple[int, int], list[SimulatedResponse]] = {}  # by step and group
+        self.trained = 0  # responses that a batch has taken
         self.tails: list[float] = []  # of rollouts: the last sixteenth of the responses' share
 
     def run_tasks(self, command: commands.RunTasks) -> None:
@@ -53,13 +55,22 @@ class SimulatedGateway:
 
     def take(self, portions: Iterable[Portion]) -> Sequence[SimulatedResponse]:
         """The responses of a batch, once."""
-        return [
+        taken = [
             response
             for portion in portions
-            for group in range(self._site.fleet.groups)
-            if portion.groups is None or portion.groups >> group & 1
+            for group in self._groups_of(portion)
             for response in self._ended.pop((portion.step, group))
         ]
+        self.trained += len(taken)
+        return taken
+
+    @property
+    def untrained(self) -> int:
+        """Responses that no batch has taken."""
+        return sum(map(len, self._ended.values()))
+
+    def _groups_of(self, portion: Portion) -> Iterable[int]:
+        return range(self._site.fleet.groups) if portion.groups is None else bits(portion.groups)
 
     def release(self, slots: Collection[int], then: Callable[[], None]) -> None:
         """Has workers on these slots hold their requests and give their memory back, if they have
