@@ -45,6 +45,10 @@ BENCHES = {
         "benchmarks.coordinator",
         "events a second and latency of a decision, by slots; simulated runs of its machine",
     ),
+    "scale": (
+        "benchmarks.scale",
+        "what grows with slots and hosts: simulated runs of 8 to 4,096 slots",
+    ),
     "algorithms": (
         "benchmarks.algorithms",
         "accuracy that algorithms reach on the demo, with several seeds",

@@ -9,7 +9,9 @@ from functools import partial
 
 from benchmarks.simulation.decoding import SimulatedResponse, SimulatedWorker
 from benchmarks.simulation.site import Site
+from paceline.services.coordinator.journal.groups import FIGURE
 from paceline.services.coordinator.machine import commands, events
+from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import CommitMode, RunSettings, Schedule
 from paceline.services.coordinator.machine.state import Portion
 from paceline.streams.journal_line import SlotUse
@@ -22,7 +24,8 @@ class SimulatedRollout:
 
     epoch: int
     began_s: float
-    owed: Counter[int] = field(default_factory=Counter)  # responses, by worker
+    left: int  # responses
+    owed: Counter[int] = field(default_factory=Counter)  # of them, by worker
     missing: Counter[int] = field(default_factory=Counter)  # responses, by group
     tail_s: float = 0.0  # when a sixteenth of them was left
 
@@ -37,6 +40,7 @@ class SimulatedGateway:
         self._versions = VersionSet()
         self._running: dict[int, SimulatedRollout] = {}  # by step
         self._ended: dict[tuple[int, int], list[SimulatedResponse]] = {}  # by step and group
+        self.trained = 0  # responses that a batch has taken
         self.tails: list[float] = []  # of rollouts: the last sixteenth of the responses' share
 
     def run_tasks(self, command: commands.RunTasks) -> None:
@@ -51,23 +55,31 @@ class SimulatedGateway:
 
     def take(self, portions: Iterable[Portion]) -> Sequence[SimulatedResponse]:
         """The responses of a batch, once."""
-        return [
+        taken = [
             response
             for portion in portions
-            for group in range(self._site.fleet.groups)
-            if portion.groups is None or portion.groups >> group & 1
+            for group in self._groups_of(portion)
             for response in self._ended.pop((portion.step, group))
         ]
+        self.trained += len(taken)
+        return taken
+
+    @property
+    def untrained(self) -> int:
+        """Responses that no batch has taken."""
+        return sum(map(len, self._ended.values()))
+
+    def _groups_of(self, portion: Portion) -> Iterable[int]:
+        return range(self._site.fleet.groups) if portion.groups is None else bits(portion.groups)
 
     def release(self, slots: Collection[int], then: Callable[[], None]) -> None:
         """Has workers on these slots hold their requests and give their memory back, if they have
         not.
         """
         now_s = self._site.time.now_s
-        workers = [one for one in self._workers if one.index in slots]
-        for worker in workers:
-            worker.pause(now_s)
-        named = {one.index for one in workers}
+        named = {slot for slot in slots if slot < len(self._workers)}
+        for index in sorted(named):
+            self._workers[index].pause(now_s)
         waits = self._site.fleet.release_s if named - self._lent else 0.0
         self._lent |= named
         self._site.time.after(self._site.fleet.message_s + waits, then)
@@ -119,7 +131,8 @@ class SimulatedGateway:
     def _begin(self, command: commands.RunTasks) -> None:
         """Sample j of task i goes to worker (i * samples + j) mod workers."""
         site, fleet, now_s = self._site, self._site.fleet, self._site.time.now_s
-        rollout = self._running[command.step] = SimulatedRollout(command.epoch, now_s)
+        rollout = SimulatedRollout(command.epoch, now_s, fleet.step_samples)
+        self._running[command.step] = rollout
         for group in range(fleet.groups):
             self._ended[command.step, group] = []
             lengths = fleet.lengths.of_group(command.step * fleet.groups + group, fleet.samples)
@@ -154,7 +167,8 @@ class SimulatedGateway:
         self._ended[step, group].append(response)
         rollout.owed[worker.index] -= 1
         rollout.missing[group] -= 1
-        if rollout.owed.total() == site.fleet.step_samples // 16:
+        rollout.left -= 1
+        if rollout.left == site.fleet.step_samples // 16:
             rollout.tail_s = now_s
         if not len(worker):
             site.slots.set([worker.index], SlotUse.IDLE, now_s)
@@ -165,11 +179,14 @@ class SimulatedGateway:
             site.tell(events.GroupClosed(now_s, rollout.epoch, group, f"{step}.{group}", closed))
         if not rollout.owed[worker.index]:
             site.tell(events.ShareDone(now_s, rollout.epoch, worker.index))
-        if not rollout.owed.total():
+        if not rollout.left:
             self._finished(step, rollout)
 
     def _finished(self, step: int, rollout: SimulatedRollout) -> None:
         now_s = self._site.time.now_s
         del self._running[step]
         self.tails.append((now_s - rollout.tail_s) / (now_s - rollout.began_s))
-        self._site.tell(events.TasksFinished(now_s, rollout.epoch))
+        groups = (f"{step}.{group}" for group in range(self._site.fleet.groups))
+        closed = dict.fromkeys(groups, self._site.fleet.samples)
+        details: events.Details = {FIGURE: closed, "rollout_s": now_s - rollout.began_s}
+        self._site.tell(events.TasksFinished(now_s, rollout.epoch, details))

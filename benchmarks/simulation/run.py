@@ -8,7 +8,7 @@ from functools import partial
 
 from benchmarks.simulation.fleet import Fleet
 from benchmarks.simulation.gateway import SimulatedGateway
-from benchmarks.simulation.site import Site
+from benchmarks.simulation.site import Site, VirtualTime
 from benchmarks.simulation.slot_clock import SlotClock
 from benchmarks.simulation.trainers import SimulatedDrafter, SimulatedLearner
 from paceline.errors import InternalError
@@ -34,16 +34,22 @@ class VirtualRun:
         settings: RunSettings,
         decide: Decide = step,
         drafter_slot_s: float = math.inf,
+        takes_s: Callable[[Event], float] | None = None,
+        time: VirtualTime | None = None,
     ) -> None:
-        """`drafter_slot_s`: slot-seconds after which an activation of the drafter is done."""
+        """`drafter_slot_s`: slot-seconds after which an activation of the drafter is done.
+        `takes_s`: what the coordinator needs for an event, one after the other, before its commands
+        are carried out; None: nothing.
+        """
         self.fleet, self.settings = fleet, settings
         self.state = State()
         self.records = StepRecords()  # the product's own
         self.slots = SlotClock(settings.slots)
         self.events = self.refused = 0
         self.stepping_s = (0.0, 0.0)  # from the first step's begin to the last one's end
-        self._decide = decide
-        self._site = Site(fleet, self.slots, self._tell)
+        self._decide, self._takes_s = decide, takes_s
+        self._free_s = 0.0  # when the coordinator has done what it was told
+        self._site = Site(fleet, self.slots, self._tell, time or VirtualTime())
         self.gateway = SimulatedGateway(self._site, settings)
         self.learner = SimulatedLearner(self._site, self.gateway)
         self.drafter = SimulatedDrafter(self._site, self.gateway, drafter_slot_s)
@@ -71,10 +77,18 @@ class VirtualRun:
             self.stepping_s = (event.at_s, event.at_s)
         elif isinstance(event, events.Committed):
             self.stepping_s = (self.stepping_s[0], event.at_s)
-        for command in issued:
-            self._carry_out(command)
+        if self._takes_s is None:
+            self._carry_out(*issued)
+        else:
+            now_s = self._site.time.now_s
+            self._free_s = max(self._free_s, now_s) + self._takes_s(event)
+            self._site.time.after(self._free_s - now_s, partial(self._carry_out, *issued))
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, *issued: Command) -> None:
+        for command in issued:
+            self._begin(command)
+
+    def _begin(self, command: Command) -> None:
         site = self._site
         match command:
             case commands.BeginStep(number):

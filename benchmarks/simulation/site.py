@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 
 from benchmarks.simulation.fleet import Fleet
@@ -14,13 +14,14 @@ from paceline.services.coordinator.machine.events import Event
 
 class VirtualTime:
     """Does things at their time, those of the same instant in the order in which they were asked
-    for.
+    for, or in that of other numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: Iterator[float] | None = None) -> None:
+        """`order`: of what is asked for, each number once."""
         self.now_s = 0.0
-        self._order = count()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order: Iterator[float] = count() if order is None else order
+        self._due: list[tuple[float, float, Callable[[], None]]] = []
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Does it that much later."""
@@ -40,4 +41,4 @@ class Site:
     fleet: Fleet
     slots: SlotClock
     tell: Callable[[Event], None]  # an event, to the machine, now
-    time: VirtualTime = field(default_factory=VirtualTime)
+    time: VirtualTime

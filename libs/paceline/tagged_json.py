@@ -2,12 +2,15 @@
 
 A `TaggedJson` carries several classes, each under its name: `{"type": "Preempt", "epoch": 3}`.
 Fields are bool, int, float, str, None, literals, enums (by value), dataclasses (as plain objects),
-lists, tuples, frozen sets, mappings with string keys, and unions of these.
+lists, tuples, frozen sets, mappings with string keys, and unions of these. An int of more than 2048
+bits is `{"hex": "0x..."}`: digits of ten take quadratic time, and Python refuses to read or write
+more than 4,300.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,6 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 from paceline.errors import DataLoss
 
 TAG = "type"
+HEX, _LARGE = "hex", 1 << 2048
 
 T = TypeVar("T")
 _Reader = Callable[[Any, str], Any]  # (JSON value, where it stands) -> the field's value
@@ -96,7 +100,8 @@ def from_object(cls: type[T], found: Any, where: str = "") -> T:
 
 def _plain(value: Any) -> Any:
     if type(value) in _SCALARS:
-        return value
+        large = type(value) is int and not -_LARGE < value < _LARGE
+        return {HEX: hex(value)} if large else value
     if is_dataclass(value):
         return to_object(value)
     if isinstance(value, Enum):
@@ -152,9 +157,19 @@ _SCALARS: dict[Any, tuple[type, ...]] = {
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
-    if type(value) not in _SCALARS[kind]:
-        raise _wrong(where, value, kind.__name__)
-    return value
+    if type(value) in _SCALARS[kind]:
+        return value
+    if int in _SCALARS[kind] and isinstance(value, Mapping) and list(value) == [HEX]:
+        return _from_hex(value[HEX], where)
+    raise _wrong(where, value, kind.__name__)
+
+
+def _from_hex(text: Any, where: str) -> int:
+    if isinstance(text, str) and re.fullmatch("-?0x[0-9a-f]+", text):
+        number = int(text, 16)
+        if not -_LARGE < number < _LARGE:
+            return number
+    raise _wrong(where, text, "0x and the digits of a number of more than 2048 bits")
 
 
 def _member(kind: type[Enum], value: Any, where: str) -> Any:

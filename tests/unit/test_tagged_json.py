@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -210,3 +210,22 @@ class Keyed:
 def test_a_class_that_json_cannot_carry_is_refused_when_the_codec_is_made(cls: type[Any]) -> None:
     with pytest.raises(TypeError):
         TaggedJson(cls)
+
+
+@pytest.mark.parametrize("bits", [2048, 40_000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_of_any_length_comes_back(bits: int, sign: int) -> None:
+    number = sign << bits
+    value = replace(SAMPLE, count=number, figures={"closed": number})
+    assert CODEC.decode(CODEC.encode(value)) == value
+
+
+def test_a_number_of_2048_bits_is_a_number_of_json() -> None:
+    for number in ((1 << 2048) - 1, 0, -5):
+        assert to_object(Point(number, None))["x"] == number
+
+
+@pytest.mark.parametrize("text", ["0x5", "ff", "0x" + "g" * 600, 7, None])
+def test_hexadecimal_digits_that_nobody_would_write_are_refused(text: object) -> None:
+    with pytest.raises(DataLoss, match=r"Point.x has another type"):
+        from_object(Point, {"x": {"hex": text}, "label": None})

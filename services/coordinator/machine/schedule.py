@@ -91,6 +91,8 @@ def next_batch(state: State) -> tuple[Portion, ...]:
     if state.settings.schedule is not Schedule.FULLY_ASYNC:
         ended = any(draw.step == state.step and draw.finished for draw in draws)
         return (Portion(state.step),) if ended else ()
+    if sum((draw.closed & ~draw.taken).bit_count() for draw in draws) < wanted:
+        return ()  # at most events: thousands of groups close one by one
     portions: list[Portion] = []
     for draw in draws:
         groups = _lowest(draw.closed & ~draw.taken, wanted)
@@ -184,8 +186,13 @@ def _before_evaluations(state: State) -> bool:
 
 def _lowest(bits: int, count: int) -> int:
     """The lowest `count` bits that are set."""
-    chosen = 0
-    for _ in range(count):
-        lowest = bits & ~chosen
-        chosen |= lowest & -lowest
-    return chosen
+    if bits.bit_count() <= count:
+        return bits
+    below, above = 0, bits.bit_length()  # up to `below` places too few bits are set or just enough
+    while above - below > 1:
+        middle = (below + above) // 2
+        if (bits & (1 << middle) - 1).bit_count() > count:
+            above = middle
+        else:
+            below = middle
+    return bits & (1 << below) - 1

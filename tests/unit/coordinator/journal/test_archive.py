@@ -4,6 +4,7 @@ of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,15 @@ from paceline.report.journal import copy_journal, read_history
 from paceline.services.coordinator.journal.entry import EntryBody, JournalEntry
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.journal.records import Carried
-from paceline.services.coordinator.journal.snapshot import Snapshot
+from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot, unpack_snapshot
 from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.machine.state import (
+    DrawnStep,
+    LearnerTrack,
+    Portion,
+    RolloutTrack,
+    State,
+)
 from paceline.streams import run_key
 from paceline.streams.journal_line import unpack_entry
 from paceline.streams.journal_pages import journal_lines
@@ -31,6 +38,16 @@ def _entry(at_s: float) -> JournalEntry:
 
 def _snapshot(entries: int) -> Snapshot:
     return Snapshot(entries, 0.0, {}, State(), Carried(), {}, None)
+
+
+def test_a_snapshot_holds_a_step_of_tens_of_thousands_of_groups() -> None:
+    """A bit each: more digits than Python writes in base ten."""
+    every = (1 << 30_000) - 1
+    drawn = DrawnStep(0, 0, closed=every >> 1, taken=every >> 2, places=every)
+    learner = LearnerTrack(batch=(Portion(0, every >> 2),))
+    state = State(rollouts=RolloutTrack(draws=(drawn,)), learner=learner)
+    snapshot = replace(_snapshot(1), state=state)
+    assert unpack_snapshot(pack_snapshot(snapshot)) == snapshot
 
 
 async def _numbers(client: redis.asyncio.Redis, run_id: str, after: int = 0) -> list[int]:

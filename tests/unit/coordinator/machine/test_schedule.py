@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.schedule import next_batch
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
 from paceline.services.coordinator.machine.state import (
@@ -77,3 +79,19 @@ def test_a_batch_waits_for_nothing_that_may_be_late_for_ever() -> None:
     patient = replace(state(1, *draws), settings=replace(ASYNC, max_policy_lag=9))
     assert next_batch(patient) == (Portion(0, FIRST), Portion(1, FIRST))
     assert next_batch(state(1, *draws)) == ()
+
+
+def test_a_batch_is_the_lowest_groups_whatever_their_number() -> None:
+    generator = np.random.default_rng(20)
+    for groups in (*range(1, 9), 64, 1000):
+        for share in (0.3, 0.6, 0.9):
+            first, second = (generator.random(groups) < share for _ in range(2))
+            closed = [
+                sum(1 << int(place) for place in np.flatnonzero(one)) for one in (first, second)
+            ]
+            draws = tuple(DrawnStep(step, 0, closed=one) for step, one in enumerate(closed))
+            settings = replace(ASYNC, groups_per_step=groups, max_policy_lag=9)
+            expected = [(step, place) for step in (0, 1) for place in bits(closed[step])][:groups]
+            batch = next_batch(replace(state(0, *draws), settings=settings))
+            taken = [(one.step, place) for one in batch for place in bits(one.groups or 0)]
+            assert taken == (expected if len(expected) == groups else [])

@@ -1,0 +1,70 @@
+"""Measures what grows with a run's slots and hosts.
+
+`simulation`: the coordinator's machine drives 8 to 4,096 slots on 1 to 512 hosts in virtual time,
+the work growing with the slots. Told are the CPU time that its real transitions and their journal
+take, the modelled push to all hosts, the journal's bytes and what a drafter harvests. Virtual
+seconds are the same on every machine, CPU seconds are this one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from benchmarks.options import above_zero, counts
+from benchmarks.result import BenchResult, Goal, Row, say
+from benchmarks.simulation.scaled import (
+    SCHEDULES,
+    ScaledRun,
+    growth_goals,
+    plan_of,
+    push_rows,
+    steps_of,
+)
+from paceline.services.coordinator.machine.settings import Placement, Schedule
+from paceline.telemetry.log import configure_log
+
+Found = tuple[list[Row], list[Goal]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="to run")
+    parser.add_argument("--slots", type=counts, default=(8, 64, 512, 4096), help="slots of a run")
+    parser.add_argument(
+        "--steps", type=above_zero(int), default=3, help="of a run; few slots have more, up to 20"
+    )
+    parser.add_argument(
+        "--schedules", choices=list(Schedule), nargs="+", default=list(SCHEDULES), type=Schedule
+    )
+    parser.add_argument("--placement", choices=list(Placement), default=Placement.COLOCATED)
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """All parts that are asked for."""
+    configure_log("bench", "warning", True)
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for part in options.parts:
+        found, reached = PARTS[part](options)
+        rows += found
+        goals += reached
+    return BenchResult("scale", rows, goals)
+
+
+def simulation(options: argparse.Namespace) -> Found:
+    """Every schedule at every number of slots."""
+    rows, goals = push_rows(options.slots), []
+    for schedule in options.schedules:
+        runs: list[ScaledRun] = []
+        for slots in options.slots:
+            plan = plan_of(slots, schedule, Placement(options.placement))
+            runs.append(ScaledRun.of(plan, steps_of(slots, options.steps)))
+            rows.append(runs[-1].row())
+            say(f"{schedule}, {slots} slots: {runs[-1].coordinator.step_s:.4f} CPU s a step")
+        if len(runs) > 1:
+            goals += growth_goals(runs[0], runs[-1])
+    return rows, goals
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace], Found]] = {"simulation": simulation}

@@ -1,0 +1,115 @@
+"""Has the coordinator's own transitions decide a simulated run, and notes what they cost.
+
+Measured is the CPU time of the thread for all that a coordinator does with an event beside waiting:
+the machine, records, groups, journal entries and snapshots as bytes, facts as bytes, and the groups
+that a batch names. Redis and sockets are not there.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from statistics import median
+from typing import Any, TypeVar
+
+from benchmarks.growth_coordinator import SNAPSHOT_ENTRIES
+from paceline.errors import InternalError
+from paceline.services.coordinator.journal.entry import JournalEntry
+from paceline.services.coordinator.journal.journal import Journal
+from paceline.services.coordinator.journal.snapshot import Snapshot, pack_snapshot
+from paceline.services.coordinator.machine.commands import Command, TrainPolicy
+from paceline.services.coordinator.machine.events import Event
+from paceline.services.coordinator.machine.state import State
+from paceline.services.coordinator.transitions import Transitions
+from paceline.streams.journal_line import pack_entry
+from paceline.streams.journal_pages import packed
+from paceline.v1.coordinator_pb2 import Fact, StepRecord
+
+T = TypeVar("T")
+
+
+class ByteJournal(Journal):
+    """Makes all that a journal writes, and keeps what its next snapshot packs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.entry_bytes = self.snapshot_bytes = 0
+        self._saved = 0
+        self._lines: list[bytes] = []
+
+    async def append(self, *entries: JournalEntry) -> None:
+        """As the journal's, to nowhere."""
+        lines = [pack_entry(entry.to_json()) for entry in entries]
+        self.entry_bytes += sum(map(len, lines))
+        self.count += len(lines)
+        self._lines += lines
+
+    async def save(self, snapshot: Snapshot, finished: Sequence[StepRecord]) -> None:
+        """As the journal's; the records are the same few bytes in every run."""
+        written = (pack_snapshot(snapshot), packed(self._lines))
+        self.snapshot_bytes += sum(map(len, written))
+        self._saved = snapshot.entries
+        self._lines.clear()
+
+
+class MeteredCoordinator:
+    """Decides as the machine does, by the product's transitions, and sums what that takes."""
+
+    def __init__(self, samples: int) -> None:
+        """`samples`: of a step, for the facts."""
+        self.journal = ByteJournal()
+        self.fact_bytes = 0
+        self.steps_s: list[float] = []  # CPU seconds by finished step; what precedes the first: its
+        self._now_s = 0.0  # of the step that is not finished
+        self._kinds_s: dict[type[Event], list[float]] = {}
+        self._transitions = Transitions(
+            "scale", samples, 0.0, SNAPSHOT_ENTRIES, self.journal, self._publish
+        )
+
+    def __call__(self, before: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+        """A `Decide` of one run, whose states follow each other."""
+        gc.disable()  # else what is measured pays for the objects of the simulation
+        began_s = time.thread_time()
+        (applied,) = _finished(self._transitions.apply(event))
+        for command in applied.issued:
+            if isinstance(command, TrainPolicy):
+                self._transitions.groups.of(command.batch)
+        took_s = time.thread_time() - began_s
+        gc.enable()
+        self._kinds_s.setdefault(type(event), []).append(took_s)
+        self._now_s += took_s
+        if applied.after.step > before.step:
+            self.steps_s.append(self._now_s)
+            self._now_s = 0.0
+        return applied.after, applied.issued
+
+    @property
+    def step_s(self) -> float:
+        """CPU seconds of a step, the middle one."""
+        return median(self.steps_s)
+
+    @property
+    def events(self) -> Counter[str]:
+        """How many of each kind there were."""
+        return Counter({kind.__name__: len(each) for kind, each in self._kinds_s.items()})
+
+    def takes_s(self) -> Callable[[Event], float]:
+        """What an event takes: the middle one of its kind so far."""
+        middle_s = {kind: median(each) for kind, each in self._kinds_s.items()}
+        return lambda event: middle_s.get(type(event), 0.0)
+
+    async def _publish(self, *facts: Fact) -> None:
+        self.fact_bytes += sum(len(fact.SerializeToString()) for fact in facts)
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine that waits for nothing returns."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        answer: T = ended.value
+        return answer
+    work.close()
+    raise InternalError("a transition waits, though nothing here has to be waited for")
