@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +56,23 @@ def foreign_redis(directory: Path, *settings: str) -> Iterator[str]:
         server.wait()
 
 
-def start_redis(settings: str, log: Path) -> subprocess.Popen[bytes]:
-    """A server process with the lines of a redis.conf."""
+def start_redis(
+    settings: str, log: Path, words: Sequence[str] = (), file: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A server process with the lines of a redis.conf, which lies in `file` where the server has to
+    write it too.
+    """
+    if file is not None:
+        file.write_text(settings)
     with log.open("ab") as output:
         server = subprocess.Popen(
-            [find_redis_server(), "-"], stdin=subprocess.PIPE, stdout=output, stderr=output
+            [find_redis_server(), file or "-", *words],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
         )
     assert server.stdin is not None
     with server.stdin as config:
-        config.write(settings.encode())
+        if file is None:
+            config.write(settings.encode())
     return server

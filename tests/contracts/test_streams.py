@@ -14,20 +14,26 @@ from paceline.errors import ResourceExhausted
 from paceline.streams import RedisStream, Stream, run_key
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "server", "cluster"])
+def redis_kind(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture
 async def stream(
-    request: pytest.FixtureRequest, run_id: str, redis_client: redis.asyncio.Redis
+    redis_kind: str, run_id: str, redis_client: redis.asyncio.Redis
 ) -> AsyncIterator[Stream]:
-    made = _make(request.param, run_id, redis_client, None)
+    made = _make(redis_kind, run_id, redis_client, None)
     yield made
     await made.close()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture
 async def budgeted(
-    request: pytest.FixtureRequest, run_id: str, redis_client: redis.asyncio.Redis
+    redis_kind: str, run_id: str, redis_client: redis.asyncio.Redis
 ) -> AsyncIterator[Stream]:
-    made = _make(request.param, run_id, redis_client, 1000)
+    made = _make(redis_kind, run_id, redis_client, 1000)
     yield made
     await made.close()
 

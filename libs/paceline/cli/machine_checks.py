@@ -64,7 +64,7 @@ async def _redis(launch: Launch) -> Finding:
     doubts = await launch.healthy(EXTERNAL_REDIS_S)
     if not doubts:
         return Finding(launch.name, "ok", "the server that the settings name answers")
-    return Finding(launch.name, "warn", doubts, "change its redis.conf, or leave the URL out")
+    return Finding(launch.name, "warn", doubts, "change the URL or its redis.conf, or leave it out")
 
 
 def _free(address: str, setting: str) -> str:

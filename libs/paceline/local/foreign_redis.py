@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from redis.exceptions import ResponseError
 
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError
 from paceline.rpc import is_loopback
-from paceline.streams.connection import connect, redis_errors
+from paceline.streams.connection import connect, masters, redis_errors
+from paceline.streams.redis_url import RedisUrl, parse_redis_url, shown
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether a URL's server is reached without a network."""
-    parts = urlsplit(url)
-    return parts.scheme == "unix" or is_loopback(f"[{parts.hostname}]:0")
-
-
-def shown(url: str) -> str:
-    """A URL without its password."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    """Whether a URL's servers are reached without a network."""
+    where = parse_redis_url(url)
+    return where.socket or all(is_loopback(f"[{host}]:0") for host, _ in where.addresses)
 
 
 def check_url(url: str, setting: str, security: SecurityConfig) -> None:
     """Raises ConfigError for a server on another machine without password or without TLS."""
     if on_this_machine(url) or security.allow_insecure:
         return
-    parts = urlsplit(url)
-    needed = {
-        "a password": parts.password or "ssl_certfile" in parse_qs(parts.query),
-        "TLS": parts.scheme == "rediss",
-    }
+    where = parse_redis_url(url)
+    needed = {"a password": where.has_password, "TLS": where.tls}
     missing = [name for name, given in needed.items() if not given]
     if missing:
         raise ConfigError(
@@ -46,38 +37,61 @@ def check_url(url: str, setting: str, security: SecurityConfig) -> None:
 
 
 async def check_durable(url: str) -> str:
-    """What a user should know of a server that is to keep a run, in words; "" when nothing.
+    """What a user should know of a server that is to keep a run, in words; "" when nothing. Of a
+    cluster every master is looked at.
 
-    Raises ConfigError when it would evict the run's keys or is a replica, Unavailable.
+    Raises ConfigError when it would evict the run's keys, is a replica or has fewer replicas than
+    the URL asks for, and Unavailable.
     """
-    parts = urlsplit(url)
+    where = parse_redis_url(url)
     doubts = []
-    if parts.scheme != "unix" and not (parts.password or "ssl_certfile" in parse_qs(parts.query)):
+    if not where.socket and not where.has_password:
         doubts.append("it asks for no password: who reaches it may read and change the run")
     client: Any = connect(url)
     try:
         with redis_errors(client, "look at its settings"):
-            try:
-                info = await client.info()
-            except ResponseError as error:
-                return "; ".join([*doubts, f"its settings cannot be checked: {error}"])
-            _require_kept(info, url)
-            doubts += await _persistence(client, info)
+            for master in await masters(client):
+                doubts += await _doubts(master, where, shown(url))
     finally:
         await client.aclose()
-    return "; ".join(doubts)
+    return "; ".join(dict.fromkeys(doubts))
+
+
+async def _doubts(client: Any, where: RedisUrl, url: str) -> list[str]:
+    try:
+        info = await client.info()
+    except ResponseError as error:
+        return [f"its settings cannot be checked: {error}"]
+    _require_kept(info, url)
+    return [*_replication(info, where, url), *await _persistence(client, info)]
 
 
 def _require_kept(info: dict[str, Any], url: str) -> None:
     if info.get("role") == "slave":
-        raise ConfigError(f"Redis at {shown(url)} is a replica", allowed="the URL of its primary")
+        raise ConfigError(f"Redis at {url} is a replica", allowed="the URL of its primary")
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction" and info.get("maxmemory"):
         raise ConfigError(
-            f"Redis at {shown(url)} throws keys away when its memory is full",
+            f"Redis at {url} throws keys away when its memory is full",
             seen=f"maxmemory-policy {policy}",
             allowed="noeviction",
         )
+
+
+def _replication(info: dict[str, Any], where: RedisUrl, url: str) -> list[str]:
+    """Of a server whose place a replica takes."""
+    there = int(info.get("connected_slaves", 0))
+    if there < where.replicas:
+        raise ConfigError(
+            f"a master of Redis at {url} has too few replicas",
+            seen=there,
+            allowed=f"replicas={where.replicas} of the URL, or more",
+        )
+    if where.kind == "server" or where.replicas:
+        return []
+    if not there:
+        return ["a master has no replica: nothing takes its place"]
+    return ["a failover loses what its replica has not got yet: add ?replicas=1 to the URL"]
 
 
 async def _persistence(client: Any, info: dict[str, Any]) -> list[str]:

@@ -31,13 +31,14 @@ from redis.exceptions import RedisError
 
 from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
-from paceline.local.foreign_redis import check_url, on_this_machine, shown
+from paceline.local.foreign_redis import check_url, on_this_machine
 from paceline.local.owner import own
 from paceline.local.ports import require_free
 from paceline.local.processes import die_with_parent, keep_files_private
 from paceline.local.tokens import read_or_make
 from paceline.local.user_directory import user_directory
-from paceline.streams.connection import connect
+from paceline.streams.connection import connect, masters
+from paceline.streams.redis_url import shown
 
 Role = Literal["durable", "features"]
 C = TypeVar("C", bound=ServiceConfig)
@@ -172,14 +173,17 @@ def _quoted(path: Path) -> str:
 
 
 async def wait_redis(url: str, deadline_s: float) -> None:
-    """Wait until the server answers a PING, e.g. has loaded its data.
+    """Wait until the server answers a PING, e.g. has loaded its data; every master of a cluster,
+    which has to have all slots.
 
     Raises Unavailable after `deadline_s` seconds.
     """
-    client = connect(url, outage_s=deadline_s)
+    # A little less: what is wrong is worth more than that the time is up.
+    client = connect(url, outage_s=0.8 * deadline_s)
     try:
         async with asyncio.timeout(deadline_s):
-            await client.ping()
+            for master in await masters(client):
+                await master.ping()
     except (RedisError, OSError) as error:
         raise Unavailable(f"Redis at {shown(url)} does not answer", seen=error) from error
     finally:

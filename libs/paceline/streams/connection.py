@@ -5,7 +5,6 @@ It owns no data.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Iterator
@@ -13,21 +12,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.config.shared import RUN_ID
-from paceline.errors import ConfigError, InvalidInput, ResourceExhausted, Unavailable
+from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
+from paceline.streams.cluster import ClusterRedis
+from paceline.streams.followed import FollowingRedis, UntilBack, following
+from paceline.streams.outage import BACKOFF_CAP_S, FAILOVER_S, OUTAGE_ERRORS, OUTAGE_S, Cancellable
+from paceline.streams.redis_url import parse_redis_url
 
-OUTAGE_S = 10.0
-"""Seconds a server may stay away before a call fails with Unavailable."""
-
-OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
-_BACKOFF_CAP_S = 0.25
 REDIS_FULL = "REDIS_FULL"
 _FULL = {
     "OOM": ("has no memory left", "free memory there, or more of it with maxmemory"),
@@ -47,49 +42,38 @@ def run_key(run_id: str, name: str) -> str:
     return f"paceline:{{{run_id}}}:{name}"
 
 
-def connect(url: str, *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
-    """Client that outlives an outage of `outage_s` seconds.
+def connect(url: str, *, outage_s: float | None = None) -> redis.asyncio.Redis:
+    """Client of a server, of a cluster or of the master that Sentinel names, see RedisUrl. It
+    outlives an outage of `outage_s` seconds; None is OUTAGE_S, and FAILOVER_S where another server
+    takes over.
 
     Every command here that is repeated after a lost answer is idempotent. Raises ConfigError for a
     URL that is none.
     """
-    retries = math.ceil(outage_s / _BACKOFF_CAP_S) + 4
-    try:
-        client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
-            url,
-            protocol=2,
-            decode_responses=False,
-            socket_timeout=max(5.0, outage_s / 2),
-            socket_connect_timeout=2.0,
-            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
-            health_check_interval=0,
-            max_connections=64,
-            retry=Retry(ExponentialWithJitterBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries),
-            retry_on_error=[*OUTAGE_ERRORS],
-        )
-    except ValueError as error:
-        allowed = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0"
-        raise ConfigError("not a Redis URL", seen=url, allowed=allowed) from error
-
+    where = parse_redis_url(url)
+    usual_s = OUTAGE_S if where.kind == "server" else FAILOVER_S
+    limit_s = usual_s if outage_s is None else outage_s
+    settings: dict[str, Any] = {
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_timeout": max(5.0, min(limit_s, OUTAGE_S) / 2),
+        "socket_connect_timeout": 2.0,
+        **({} if where.socket else {"socket_keepalive": True}),
+        "health_check_interval": 0,
+        "max_connections": 64,
+        "retry_on_error": [*OUTAGE_ERRORS],
+    }
+    if where.kind != "server":
+        settings |= {"retry": UntilBack(limit_s), **where.settings}
+        if where.kind == "cluster":
+            return ClusterRedis(where, settings)
+        return following(where, where.service, settings)
+    retries = math.ceil(limit_s / BACKOFF_CAP_S) + 4
+    settings["retry"] = Retry(ExponentialWithJitterBackoff(cap=BACKOFF_CAP_S, base=0.02), retries)
+    client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(url, **settings)
     pool = client.connection_pool
-    pool.connection_class = type("Connection", (_Cancellable, pool.connection_class), {})
+    pool.connection_class = type("Connection", (Cancellable, pool.connection_class), {})
     return client
-
-
-class _Cancellable(AbstractConnection):
-    """Hears every cancellation.
-
-    The client sends with asyncio.wait_for, which before Python 3.12 forgets a cancellation that
-    comes as the last byte leaves: the caller would go on as if nobody had asked it to end.
-    """
-
-    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-        task = asyncio.current_task()
-        before = task.cancelling() if task is not None else 0
-        await super().send_packed_command(*args, **kwargs)
-        if task is not None and task.cancelling() > before:
-            await self.disconnect(nowait=True)  # nobody reads the answer
-            raise asyncio.CancelledError
 
 
 def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
@@ -98,21 +82,40 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     A repeat inside the client would hide that a delivery was lost on its way; the reader has to
     know.
     """
-    pool = client.connection_pool
     settings: dict[str, Any] = {
-        **pool.connection_kwargs,
         "socket_timeout": None,
         "retry": Retry(NoBackoff(), 0),
         "retry_on_error": [],
     }
+    if isinstance(client, ClusterRedis | FollowingRedis):
+        return client.twin(settings)
+    pool = client.connection_pool
     twin = redis.asyncio.ConnectionPool(
-        connection_class=pool.connection_class, max_connections=64, **settings
+        connection_class=pool.connection_class,
+        max_connections=64,
+        **{**pool.connection_kwargs, **settings},
     )
     return redis.asyncio.Redis.from_pool(twin)  # closed with the client
 
 
+async def masters(client: redis.asyncio.Redis) -> list[Any]:
+    """A client of each server that takes writes: all masters of a cluster, else the client itself.
+    They are closed with it.
+
+    Raises redis.exceptions.ConnectionError when a cluster stays down.
+    """
+    return await client.masters() if isinstance(client, ClusterRedis) else [client]
+
+
+def usual_outage_s(client: redis.asyncio.Redis) -> float:
+    """Seconds that a call waits for a server which is away, unless it is told otherwise."""
+    return FAILOVER_S if isinstance(client, ClusterRedis | FollowingRedis) else OUTAGE_S
+
+
 def address_of(client: redis.asyncio.Redis) -> str:
     """Where a client points, without its password: for error messages."""
+    if isinstance(client, ClusterRedis | FollowingRedis):
+        return str(client.url)
     settings = client.connection_pool.connection_kwargs
     return str(settings.get("path") or f"{settings.get('host')}:{settings.get('port')}")
 
@@ -153,22 +156,3 @@ def _full(error: ResponseError) -> tuple[str, str] | None:
     quoted = re.search(rf"\b({'|'.join(_FULL)})\b", answer)
     code = kinds.get(type(error)) or (quoted and quoted.group())
     return _FULL[code] if code else None
-
-
-class Outage:
-    """Paces the tries of one call while the server is away, up to a deadline."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._began_s: float | None = None
-        self._pause_s = 0.01
-
-    async def pause(self, error: BaseException) -> None:
-        """Wait before the next try; raises `error` when the server has been away for too long."""
-        now = asyncio.get_running_loop().time()
-        if self._began_s is None:
-            self._began_s = now
-        if now - self._began_s > self._limit_s:
-            raise error
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 2, _BACKOFF_CAP_S)

@@ -17,7 +17,8 @@ from redis.exceptions import ResponseError
 from paceline.errors import ResourceExhausted
 from paceline.streams import scripts
 from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
-from paceline.streams.connection import OUTAGE_ERRORS, OUTAGE_S, Outage, blocking_twin, redis_errors
+from paceline.streams.connection import blocking_twin, redis_errors, usual_outage_s
+from paceline.streams.outage import OUTAGE_ERRORS, Outage
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
@@ -42,14 +43,14 @@ class RedisStream:
         key: str,
         byte_budget: int | None = None,
         *,
-        outage_s: float = OUTAGE_S,
+        outage_s: float | None = None,
     ) -> None:
         # The client's annotations leave replies open between text and bytes; ours are always bytes.
         self._client: Any = client
         self._reader: Any = blocking_twin(client)
         self._key = key
         self._budget = byte_budget
-        self._outage_s = outage_s
+        self._outage_s = usual_outage_s(client) if outage_s is None else outage_s
         self._sizes = f"{key}:sizes"
         self._dead = f"{key}:dead"
         self._append = client.register_script(scripts.APPEND)

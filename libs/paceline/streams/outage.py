@@ -1,0 +1,56 @@
+"""How a caller lives with a Redis that is away: for how long it waits, and how it stops waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+OUTAGE_S = 10.0
+"""Seconds a server may stay away before a call fails with Unavailable."""
+
+FAILOVER_S = 60.0
+"""The same where others take over from it: Sentinel waits for 30 s before it believes that a master
+is dead, a cluster for 15 s, unless they are told otherwise.
+"""
+
+OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
+BACKOFF_CAP_S = 0.25
+
+
+class Outage:
+    """Paces the tries of one call while the server is away, up to a deadline."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._began_s: float | None = None
+        self._pause_s = 0.01
+
+    async def pause(self, error: BaseException) -> None:
+        """Wait before the next try; raises `error` when the server has been away for too long."""
+        now = asyncio.get_running_loop().time()
+        if self._began_s is None:
+            self._began_s = now
+        if now - self._began_s > self._limit_s:
+            raise error
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 2, BACKOFF_CAP_S)
+
+
+class Cancellable(AbstractConnection):
+    """Hears every cancellation.
+
+    The client sends with asyncio.wait_for, which before Python 3.12 forgets a cancellation that
+    comes as the last byte leaves: the caller would go on as if nobody had asked it to end.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(*args, **kwargs)
+        if task is not None and task.cancelling() > before:
+            await self.disconnect(nowait=True)  # nobody reads the answer
+            raise asyncio.CancelledError

@@ -1,0 +1,41 @@
+"""What stands in a stream after something happened to its server amid appends and reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from paceline.local.patience import patient
+from paceline.streams import RedisStream
+
+TOTAL = 300
+
+
+async def go_through(stream: RedisStream, happens: Mapping[int, Callable[[], object]]) -> None:
+    """Append and read TOTAL entries at once, with a thing that happens before some of them.
+
+    Each has to arrive once, in order, and to leave nothing behind.
+    """
+    await stream.create_group("g")
+    async with asyncio.timeout(patient(60)):
+        _, numbers = await asyncio.gather(_append(stream, happens), _read(stream))
+    assert numbers == list(range(TOTAL))
+    depth = await stream.depth()
+    assert (depth.entries, depth.bytes, depth.pending) == (0, 0, 0)
+
+
+async def _append(stream: RedisStream, happens: Mapping[int, Callable[[], object]]) -> None:
+    for n in range(TOTAL):
+        if n in happens:
+            await asyncio.to_thread(happens[n])
+        key = f"k{n}" if n % 2 else None
+        assert await stream.append({"n": str(n)}, b"x" * 100, key=key) is not None
+
+
+async def _read(stream: RedisStream) -> list[int]:
+    numbers: list[int] = []
+    while len(numbers) < TOTAL:
+        entries = await stream.read("g", "c", 7, 5.0)
+        numbers += [int(entry.fields["n"]) for entry in entries]
+        await stream.ack("g", [entry.id for entry in entries], delete=True)
+    return numbers
