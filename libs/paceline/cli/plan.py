@@ -68,8 +68,10 @@ def plan_run(
     if gpus:
         _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
         _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
-        apart = slots + coordinator.learner_slots
-        _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
+        engine = gateway.engine
+        if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
+            apart = slots + coordinator.learner_slots
+            _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_correction(gateway, policy)
     lines = _memory(found, ranks, gpus)
     chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]

@@ -24,6 +24,8 @@ CALL_S = 5.0
 LOOK_S = 10.0
 """Seconds between two looks whether we are listed: a router that was restarted knows nobody."""
 _WILDCARDS = ("", "0.0.0.0", "[::]")  # noqa: S104 - what is refused
+_FAILURES = (httpx.HTTPError, ValueError, LookupError, TypeError)
+"""No answer, or one that is no list of workers."""
 log = get_logger(__name__)
 
 
@@ -66,7 +68,7 @@ class RouterEntry:
         try:
             for one in await self._ours():
                 (await self._client.delete(f"{self._workers}/{one['id']}")).raise_for_status()
-        except httpx.HTTPError as error:
+        except _FAILURES as error:
             log.warning("the SGLang router was not told", router=self._workers, why=repr(error))
         await self._client.aclose()
 
@@ -78,14 +80,14 @@ class RouterEntry:
                     answer.raise_for_status()
                     log.info("entered at the SGLang router", router=self._workers, **self._entry)
                 self._said = ""
-            except httpx.HTTPError as error:
+            except _FAILURES as error:
                 if repr(error) != self._said:
                     self._said = repr(error)
                     log.warning("no SGLang router", router=self._workers, why=self._said)
             await asyncio.sleep(LOOK_S)
 
     async def _ours(self) -> list[dict[str, Any]]:
-        """Our entries. Raises httpx.HTTPError."""
+        """Our entries. Raises one of _FAILURES."""
         answer = await self._client.get(self._workers)
         answer.raise_for_status()
         listed = answer.json()["workers"]

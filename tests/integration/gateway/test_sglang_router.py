@@ -44,6 +44,8 @@ class WorkerList:
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
         self.changed = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.nonsense = False  # it answers as another server would
         self.keys: set[str | None] = set()
         self.app = Starlette(
             routes=[
@@ -54,6 +56,9 @@ class WorkerList:
         )
 
     async def show(self, request: Request) -> JSONResponse:
+        if self.nonsense:
+            self.asked.set()
+            return JSONResponse(["another server"])
         return JSONResponse({"workers": list(self.entries.values())})
 
     async def add(self, request: Request) -> JSONResponse:
@@ -113,6 +118,20 @@ async def test_a_gateway_that_stops_leaves_the_list(serve_gateway: ServeGateway)
         async with serve_gateway(engine={"sglang": {"router": f"http://127.0.0.1:{port}"}}):
             await kept.wait()
         assert kept.entries == {}
+
+
+async def test_a_server_that_is_no_router_is_asked_again(
+    serve_gateway: ServeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_router, "LOOK_S", 0.05)
+    port = free_port()
+    async with listing(port) as kept:
+        kept.nonsense = True
+        async with serve_gateway(engine={"sglang": {"router": f"http://127.0.0.1:{port}"}}):
+            await asyncio.wait_for(kept.asked.wait(), patient(20))
+            kept.nonsense = False
+            await kept.wait()
+            kept.nonsense = True  # also when it leaves
 
 
 async def test_an_address_that_names_no_host_is_refused(serve_gateway: ServeGateway) -> None:

@@ -55,6 +55,14 @@ class SGLangConfig(Config):
                 seen=self.expert_parallel_size,
                 allowed=f"a divisor of {self.tensor_parallel_size}",
             )
+        backend = self.arguments.get("moe_a2a_backend", "none")
+        if backend != "none" and self.expert_parallel_size != self.tensor_parallel_size:
+            raise ConfigError(
+                f"moe_a2a_backend={backend} divides experts over all GPUs of a worker; set "
+                "gateway.engine.sglang.expert_parallel_size",
+                seen=self.expert_parallel_size,
+                allowed=f"{self.tensor_parallel_size} (tensor_parallel_size)",
+            )
         return self
 
     @property

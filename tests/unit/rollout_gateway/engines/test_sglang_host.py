@@ -193,3 +193,7 @@ def test_experts_are_divided_over_the_gpus_of_a_worker() -> None:
     assert (values["base_gpu_id"], values["tp_size"], values["ep_size"]) == (4, 4, 2)
     with pytest.raises(ConfigError, match=r"does not divide tensor_parallel_size.*divisor of 4"):
         spec(tensor_parallel_size=4, expert_parallel_size=3)
+    between = {"arguments": {"moe_a2a_backend": "deepep"}, "tensor_parallel_size": 4}
+    assert spec(**between, expert_parallel_size=4).arguments["moe_a2a_backend"] == "deepep"
+    with pytest.raises(ConfigError, match=r"over all GPUs of a worker.*seen: 2; allowed: 4"):
+        spec(**between, expert_parallel_size=2)
