@@ -1,11 +1,15 @@
-"""Writes docs/sglang.md: the releases that are driven, the hook points, a run's memory."""
+"""Writes docs/sglang.md: the releases that are driven, the hook points, what of SGLang's layouts
+and of its router can be used, a run's memory.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.plan import parse_gpus, plan_run
 from paceline.services.rollout_gateway.engines.sglang.hook_points import (
@@ -13,6 +17,7 @@ from paceline.services.rollout_gateway.engines.sglang.hook_points import (
     RELEASES,
     HookPoint,
 )
+from paceline.services.rollout_gateway.engines.sglang.refused import REFUSED
 
 EXAMPLE = "examples/sglang/qwen2.5-7b-8gpus.toml"
 GPUS = "8x80"
@@ -31,6 +36,78 @@ QWEN = {
     "tie_word_embeddings": False,
 }
 """The shape of Qwen2.5-7B."""
+EXPERTS_EXAMPLE = "examples/sglang/qwen3-30b-a3b.toml"
+QWEN_EXPERTS = {
+    **QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+}
+"""The shape of Qwen3-30B-A3B."""
+LAYOUTS = """
+## GPUs of one worker
+
+A worker is one scheduler of SGLang and its tensor-parallel ranks
+(`gateway.engine.sglang.tensor_parallel_size`). What the gateway says between two rounds reaches
+every rank there: all prepare a version, all load it in the same round, and a token has one
+policy version. What is divided otherwise inside a worker keeps that:
+
+- **Experts** (`expert_parallel_size`, SGLang's `ep_size`): the GPUs of a worker form so many
+  groups, each with its share of a model's experts; within a group each expert is divided. The
+  memory of the weights is the same either way. Qwen3's models with experts
+  (`Qwen3MoeForCausalLM`) are served and take versions, which `tests/sglang/test_experts.py`
+  shows on two ranks. They are not trained: both trainers and the embedded engine refuse them by
+  name.
+- `arguments` passes on how SGLang moves tokens to experts (`moe_a2a_backend`, `deepep_mode`,
+  `moe_runner_backend`) and all else that has no schedulers of its own. Of these nothing was
+  tried on GPUs yet.
+
+Layouts with schedulers that a commit would not reach in one round are refused before anything
+starts:
+
+| arguments | why | instead |
+|---|---|---|
+"""
+ROUTER = """
+## SGLang's router in front
+
+With `gateway.engine.sglang.router = "http://HOST:30000"` a gateway stands in the list of an
+SGLang router (`pip install sglang-router`) while it serves: it enters with its HTTP address and
+the name of its model, enters again within ten seconds where the router has forgotten, and leaves
+when it stops. Where the router's list has a key of its own (`--control-plane-api-keys`),
+`$PACELINE_ROUTER_KEY` is it. Start the router with `--policy manual`, and let callers send
+`x-smg-routing-key` with a name of their conversation: one key goes to one gateway.
+
+What is so and stays so:
+
+- Completions, chat and responses come through, streams too. `/v1/sessions`, `/v1/messages` and
+  `/tokenize` do not: the router has no such paths. An agent with a session opens it at its
+  gateway and speaks with that gateway.
+- A conversation without a session key is found again at the gateway that has it: with another
+  policy than `manual`, or without the header, its turns become sessions of several gateways.
+- The router writes requests anew: of a chat the fields that it does not know are gone without a
+  word (`return_token_ids`, `user` and their like), and a prompt of token ids is refused. Who
+  needs these speaks with a gateway directly.
+- Callers' keys pass through. Give the router no `--api-key`: it would put its own key before
+  that of each caller, and a request with two is refused.
+- A gateway with TLS is entered as https; the router then needs its authority
+  (`--ca-cert-paths`), which was not tried.
+- Samples of a run (`RunTasks`), weights and commands are gRPC between the services and never
+  pass the router. It balances what agents ask, no more.
+- Its health checks ask `/health`: 503 takes a gateway out while no worker serves.
+
+`tests/integration/gateway/test_sglang_router.py` runs all of this over router 0.3.2 where
+`$SGLANG_ROUTER_PYTHON` has it, and the list alone where not.
+"""
 
 
 def sglang_page() -> str:
@@ -50,6 +127,9 @@ def sglang_page() -> str:
         "their parameters with those of the installed release.",
         *("", "| function | kind | ours | its parameters |", "|---|---|---|---|"),
         *map(row, HOOK_POINTS),
+        *LAYOUTS.rstrip().split("\n"),
+        *refusals(),
+        *ROUTER.rstrip().split("\n"),
         *("", "## Memory of a run on eight GPUs", ""),
         f"`{EXAMPLE}` with Qwen2.5-7B on GPUs of 80 GiB. A turn is everything that a service needs",
         "while it computes, with what the others keep on the same GPU meanwhile: with",
@@ -57,11 +137,11 @@ def sglang_page() -> str:
         "Activations and logits are those of the longest trajectory, computed from the model's",
         "shape; none of these figures was measured on a GPU yet.",
         "",
-        "<!-- not run: it needs the model's directory; .ci/docs computes these lines -->",
-        "```console",
-        f"$ paceline plan --config {EXAMPLE} --gpus {GPUS}",
-        *plan_lines(),
-        "```",
+        *plan_block([EXAMPLE], GPUS, QWEN),
+        "",
+        f"`{EXPERTS_EXAMPLE}`, a gateway over a model with experts:",
+        "",
+        *plan_block([EXPERTS_EXAMPLE], GPUS, QWEN_EXPERTS),
     ]
     return "\n".join(lines) + "\n"
 
@@ -73,9 +153,22 @@ def row(point: HookPoint) -> str:
     return f"| `{point.target}` | {point.kind} | `{point.hook}` | {'; '.join(told)} |"
 
 
-def plan_lines() -> Iterator[str]:
-    """What `paceline plan` prints; Qwen's config.json stands in a folder of its own here."""
+def refusals() -> Iterator[str]:
+    """Lines of the table of arguments that a worker cannot have."""
+    for refusal, found in groupby(REFUSED, REFUSED.__getitem__):
+        yield f"| {', '.join(f'`{name}`' for name in found)} | {refusal.why} | {refusal.instead} |"
+
+
+def plan_block(files: Sequence[str], gpus: str, shape: Mapping[str, Any]) -> Iterator[str]:
+    """A console block of `paceline plan` and what it prints; the model's config.json stands in a
+    folder of its own here.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
-        plan = plan_run([Path(EXAMPLE)], [f"gateway.model={folder}"], parse_gpus(GPUS))
+        (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        overrides = [f"gateway.model={folder}"]
+        plan = plan_run([Path(one) for one in files], overrides, parse_gpus(gpus))
+    yield "<!-- not run: it needs the model's directory; .ci/docs computes these lines -->"
+    yield "```console"
+    yield f"$ paceline plan {' '.join(f'--config {one}' for one in files)} --gpus {gpus}"
     yield from plan.lines
+    yield "```"

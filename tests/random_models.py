@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES = ("llama", "llama3-scaled", "llama-tied", "qwen2", "qwen3")
@@ -31,6 +33,7 @@ _SHAPE = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -60,6 +63,9 @@ def random_model(
             model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
         case "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=24, tie_word_embeddings=False))
+        case "qwen3_moe":
+            own = {"head_dim": 24, "norm_topk_prob": True, "tie_word_embeddings": False}
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**own, **_EXPERTS, **shape}))
         case _:
             raise ValueError(family)
     with torch.no_grad():

@@ -20,6 +20,7 @@ from paceline.services.rollout_gateway.api.grpc import RolloutServicer
 from paceline.services.rollout_gateway.api.http.app import build_app
 from paceline.services.rollout_gateway.api.http.bodies import most_bytes
 from paceline.services.rollout_gateway.api.http.protocol import BoundedProtocol
+from paceline.services.rollout_gateway.api.sglang_router import RouterEntry
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
@@ -93,7 +94,8 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
             # what lives as long as the process need not be looked through while streams wait
             gc.freeze()
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-            yield port, http_port
+            async with _listed(gateway, http_port):
+                yield port, http_port
         finally:
             gc.unfreeze()
             gateway.agents.offers.stop()
@@ -103,6 +105,20 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
         await gateway.stop()
+
+
+@contextlib.asynccontextmanager
+async def _listed(gateway: Gateway, http_port: int) -> AsyncIterator[None]:
+    """In the list of an SGLang router inside the block, where there is one."""
+    if not gateway.config.engine.sglang.router:
+        yield
+        return
+    entry = RouterEntry(gateway.config, gateway.model, http_port)
+    entry.start()
+    try:
+        yield
+    finally:
+        await entry.stop()
 
 
 async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None], int]:

@@ -68,6 +68,10 @@ def plan_run(
     if gpus:
         _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
         _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
+        engine = gateway.engine
+        if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
+            apart = slots + coordinator.learner_slots
+            _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_correction(gateway, policy)
     lines = _memory(found, ranks, gpus)
     chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
@@ -167,10 +171,12 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
     )
     try:
-        model = read_config(gateway.model_dir)
+        model = read_config(gateway.model_dir, experts=gateway.engine.kind == "sglang")
     except PacelineError as error:
         return [f"no memory plan: {error}"]  # its service says what is wrong with a model
     engine, on_gpus = _engine(gateway, model, gpus)
+    if model.experts:
+        return [str(engine), "a model with experts is served, by `paceline serve`, and not trained"]
     plan = RunPlan(
         engine,
         memory_plan.policy_plan(
@@ -208,6 +214,8 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
     """The plan of the engine's workers, and whether they compute on GPUs."""
     engine, workers = gateway.engine, gateway.worker_count
     item, own = _ITEM[engine.dtype], engine.sglang
+    if engine.kind == "sglang":
+        memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
     if engine.kind == "sglang" and own.device != "cpu" and gpus:
         plan = memory_plan.sglang_plan(
             model,

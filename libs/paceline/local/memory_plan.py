@@ -7,7 +7,7 @@ its forward. A model's numbers follow from its config.json.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
@@ -93,7 +93,8 @@ class RunPlan:
 
 def parameters(model: ModelConfig) -> int:
     """Weights of a model: matrices and embeddings; norms and biases are no matter."""
-    return embedding_parameters(model) + model.num_layers * layer_parameters(model)
+    layer = layer_parameters(model) + gate_parameters(model)
+    return embedding_parameters(model) + model.num_layers * layer
 
 
 def embedding_parameters(model: ModelConfig) -> int:
@@ -118,10 +119,16 @@ def adapter_parameters(model: ModelConfig, rank: int, targets: Collection[str]) 
 
 
 def layer_parameters(model: ModelConfig) -> int:
-    """Weights of one decoder layer."""
+    """Weights of one decoder layer, with all its experts and without what chooses among them."""
     # Of the attention: queries and output, then keys and values.
     heads = 2 * model.num_heads * model.head_dim + model.kv_width
-    return model.hidden_size * (heads + 3 * model.intermediate_size)
+    inner = model.experts * model.expert_size or model.intermediate_size
+    return model.hidden_size * (heads + 3 * inner)
+
+
+def gate_parameters(model: ModelConfig) -> int:
+    """Weights of a layer that choose among its experts."""
+    return model.hidden_size * model.experts
 
 
 def embedded_plan(
@@ -150,7 +157,10 @@ def sglang_plan(
     """Workers that take `pool` bytes of each of their GPUs. Raises ConfigError when the weights
     leave nothing of them to keys and values.
     """
-    weights = item * parameters(model) // tensor_parallel
+    # Whole groups of experts on some GPUs or a part of each on all: it is the same share. Only
+    # what chooses among them is whole on each.
+    gates = model.num_layers * gate_parameters(model)
+    weights = item * ((parameters(model) - gates) // tensor_parallel + gates)
     if weights >= pool:
         raise ConfigError(
             "gateway.engine.sglang.memory_fraction leaves no room for keys and values",
@@ -165,7 +175,8 @@ def layer_activations(model: ModelConfig) -> int:
     """Numbers a token that the backward of one decoder layer reads: of both norms, the attention
     with its inputs and outputs, and the gated MLP; without those that are one a token or a head.
     """
-    return 8 * model.hidden_size + model.kv_width + 4 * model.intermediate_size
+    inner = model.experts_per_token * model.expert_size or model.intermediate_size
+    return 8 * model.hidden_size + model.kv_width + 4 * inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +256,9 @@ def _gathered(model: ModelConfig, ranks: int, settings: PolicySizes) -> int:
 
 def drafter_plan(model: ModelConfig, *, ranks: int, tokens: int) -> ServicePlan:
     """A drafter of one layer like the model's in forwards of `tokens`, and the model's embedding
-    and head; on a rank alone, since a lease may be of one slot.
+    and head; on a rank alone, since a lease may be of one slot. It has no experts.
     """
+    model = replace(model, experts=0, experts_per_token=0)
     share = FLOAT * (layer_parameters(model) + 2 * model.hidden_size**2)
     head = 2 * FLOAT * model.vocab_size * model.hidden_size
     parts = {
@@ -282,6 +294,25 @@ def check_slots_per_worker(slots_per_worker: int, tensor_parallel: int) -> None:
             "coordinator.slots_per_worker is not the number of GPUs of a worker",
             seen=slots_per_worker,
             allowed=f"{tensor_parallel} (gateway.engine.sglang.tensor_parallel_size)",
+        )
+
+
+def check_experts(model: ModelConfig, tensor_parallel: int, expert_parallel: int) -> None:
+    """Raises ConfigError where SGLang could not divide a model's experts so."""
+    key = "gateway.engine.sglang.expert_parallel_size"
+    if expert_parallel > 1 and not model.experts:
+        raise ConfigError(
+            f"{key} divides a model's experts among the GPUs of a worker, and this model has none",
+            seen=f"{expert_parallel} with {model.family}",
+            allowed="1",
+        )
+    beside = tensor_parallel // expert_parallel  # GPUs that hold the same experts
+    if model.experts % expert_parallel or model.expert_size % beside:
+        raise ConfigError(
+            f"{key} leaves a part of an expert over",
+            seen=f"{model.experts} experts of {model.expert_size} on {expert_parallel} x {beside}",
+            allowed="a divisor of the experts; and tensor_parallel_size / expert_parallel_size "
+            "divides their size",
         )
 
 

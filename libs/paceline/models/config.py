@@ -21,10 +21,16 @@ ARCHITECTURES = {
 }
 """Architecture name in config.json -> family."""
 
+EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": "qwen3_moe"}
+"""Those whose layers choose among experts: SGLang serves them, nothing here computes or trains
+them.
+"""
+
 DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"max_position_embeddings": 32_768, "num_key_value_heads": 4},
 }
 """What an absent key means to a family, as transformers has it."""
 
@@ -74,7 +80,7 @@ class RopeConfig:
 class ModelConfig:
     """Shape of one decoder-only model."""
 
-    family: str  # "llama" | "qwen2" | "qwen3"
+    family: str  # "llama" | "qwen2" | "qwen3" | "qwen3_moe"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -90,6 +96,9 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over head_dim on queries and keys (Qwen3)
     rope: RopeConfig = RopeConfig()
     eos_token_ids: tuple[int, ...] = ()
+    experts: int = 0  # of a layer, in the place of its MLP; 0: it has the MLP
+    experts_per_token: int = 0
+    expert_size: int = 0  # intermediate_size of one expert
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -116,8 +125,9 @@ class ModelConfig:
         return 2 * self.num_kv_heads * self.head_dim
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """ModelConfig of a checkpoint directory in Hugging Face format.
+def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
+    """ModelConfig of a checkpoint directory in Hugging Face format; `experts`: also of a model
+    whose layers choose among experts.
 
     Raises InvalidInput when the directory or its config.json is missing or unreadable, or names a
     model not known here.
@@ -127,7 +137,7 @@ def read_config(directory: Path) -> ModelConfig:
     if generation.is_file() and raw.get("eos_token_id") in (None, []):
         raw["eos_token_id"] = _read_object(generation).get("eos_token_id")
     try:
-        return parse_config(raw)
+        return parse_config(raw, experts=experts)
     except InvalidInput as error:
         raise error.within(directory) from error
 
@@ -179,16 +189,17 @@ def architecture(raw: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a Hugging Face config mapping.
+def parse_config(raw: Mapping[str, Any], *, experts: bool = False) -> ModelConfig:
+    """ModelConfig of a Hugging Face config mapping; `experts` as in read_config.
 
     Raises InvalidInput naming the key that is missing or wrong.
     """
     name = architecture(raw)
-    family = ARCHITECTURES.get(name)
+    known = ARCHITECTURES | (EXPERT_ARCHITECTURES if experts else {})
+    family = known.get(name)
     if family is None:
         raise InvalidInput(
-            "architectures names a model not known here", seen=name, allowed=sorted(ARCHITECTURES)
+            "architectures names a model not known here", seen=name, allowed=sorted(known)
         )
 
     _reject_unsupported(raw)
@@ -210,10 +221,28 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         rope=_rope(raw),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        **(_experts(raw) if family in EXPERT_ARCHITECTURES.values() else {}),
     )
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, int]:
+    """How many experts a layer has, how many a token takes, and how large one is. Raises
+    InvalidInput where layers differ.
+    """
+    for key, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if raw.get(key) not in (None, only):
+            raise InvalidInput(f"{key} is not supported", seen=raw[key], allowed=only)
+    # transformers 5 writes num_local_experts, earlier versions num_experts
+    count = "num_experts" if "num_experts" in raw else "num_local_experts"
+    experts = read_count(raw, count)
+    return {
+        "experts": experts,
+        "experts_per_token": read_count(raw, "num_experts_per_tok", most=experts),
+        "expert_size": read_count(raw, "moe_intermediate_size"),
+    }
 
 
 def _reject_unsupported(raw: Mapping[str, Any]) -> None:

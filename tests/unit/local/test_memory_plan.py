@@ -392,3 +392,55 @@ def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales
         config, workers=1, slots=1, tokens=1, item=4, saver=False, matrix_item=1
     )
     assert planned_for.parts["weights"] == sum(kept.values()) - small
+
+
+def test_a_plan_counts_experts_and_divides_them_over_a_workers_gpus(tmp_path: Path) -> None:
+    model = save_random(tmp_path, "qwen3_moe")
+    config = read_config(tmp_path, experts=True)
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() > 1)
+    assert memory_plan.parameters(config) == matrices
+    weights = model.named_parameters()
+    gates = sum(one.numel() for name, one in weights if name.endswith("mlp.gate.weight"))
+    plan = memory_plan.sglang_plan(
+        config, workers=3, tensor_parallel=4, item=2, pool=GIB, saver=True
+    )
+    # what chooses among the experts is whole on each
+    assert (plan.devices, plan.parts["weights"]) == (12, 2 * ((matrices - gates) // 4 + gates))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "named"),
+    [(16, 16, "8 experts of 32 on 16 x 1"), (64, 1, "8 experts of 32 on 1 x 64")],
+)
+def test_experts_that_cannot_be_divided_so_are_refused(
+    tmp_path: Path, tensor: int, expert: int, named: str
+) -> None:
+    save_random(tmp_path, "qwen3_moe")
+    config = read_config(tmp_path, experts=True)
+    memory_plan.check_experts(config, 16, 8)
+    with pytest.raises(ConfigError, match=f"leaves a part of an expert over; seen: {named}"):
+        memory_plan.check_experts(config, tensor, expert)
+    with pytest.raises(ConfigError, match=r"this model has none; seen: 2 with qwen2"):
+        memory_plan.check_experts(QWEN_7B, 2, 2)
+
+
+def test_a_model_with_experts_has_a_plan_of_its_gateway_alone(tmp_path: Path) -> None:
+    save_random(tmp_path, "qwen3_moe")
+    overrides = [
+        f"gateway.model={tmp_path}",
+        "gateway.engine.sglang.expert_parallel_size=2",
+        "gateway.engine.max_sequence_tokens=256",
+    ]
+    found = plan_run([SGLANG], overrides, [80 * GIB] * 8)
+    assert found.lines[0].startswith("gateway: 8 x 32,768 MiB")
+    assert "not trained" in found.lines[1]
+    with pytest.raises(ConfigError, match="expert_parallel_size does not divide"):
+        plan_run([SGLANG], [*overrides, "gateway.engine.sglang.expert_parallel_size=4"])
+
+
+def test_workers_and_a_learner_apart_need_a_gpu_each(tmp_path: Path) -> None:
+    save_qwen(tmp_path)
+    files = [SGLANG, SGLANG.parents[1] / "asynchronous/8gpus_apart.toml"]
+    overrides = [f"gateway.model={tmp_path}", "gateway.engine.workers=4"]
+    with pytest.raises(ConfigError, match=r"12 slots of workers and learner; allowed: at most 8"):
+        plan_run(files, overrides, [80 * GIB] * 8)

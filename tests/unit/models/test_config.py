@@ -12,6 +12,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from paceline.errors import InvalidInput
@@ -142,3 +143,44 @@ def test_numbers_that_no_model_has_are_refused_by_name(key: str, value: int) -> 
     raw = {**LEAST, "architectures": ["LlamaForCausalLM"], key: value}
     with pytest.raises(InvalidInput, match=key):
         parse_config(raw)
+
+
+EXPERTS = {
+    **LEAST,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+}
+
+
+def test_experts_are_read_by_both_names_of_their_number() -> None:
+    written = Qwen3MoeConfig(**{k: v for k, v in EXPERTS.items() if k != "architectures"}).to_dict()
+    new = {**written, "architectures": EXPERTS["architectures"]}
+    assert "num_local_experts" in new
+    for raw in (EXPERTS, new):
+        config = parse_config(raw, experts=True)
+        assert (config.experts, config.experts_per_token, config.expert_size) == (16, 4, 32)
+        assert config.qk_norm
+        assert not config.qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is not supported"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is not supported"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok must be a whole number"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size must be a whole number"),
+    ],
+)
+def test_layers_that_differ_in_their_experts_are_refused(
+    changed: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidInput, match=named):
+        parse_config({**EXPERTS, **changed}, experts=True)
+
+
+def test_a_model_with_experts_is_refused_where_it_cannot_be_computed() -> None:
+    with pytest.raises(InvalidInput, match=r"not known here; seen: Qwen3Moe"):
+        parse_config(EXPERTS)

@@ -143,6 +143,7 @@ _SAMPLED: dict[str, Values] = {
     "return_tokens_as_token_ids": (False,),
     "no_stop_trim": (False,),
     "priority": (0,),
+    "return_hidden_states": (False,),
     "response_format.json_schema.strict": (True, False),
 }
 """vLLM's and SGLang's own parameters at the values that switch them off."""
@@ -165,6 +166,7 @@ CHAT = Beyond(
         "add_special_tokens": (False,),
         "best_of": (1,),
         "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
         "include_reasoning": (True,),
     },
 )
@@ -189,6 +191,10 @@ RESPONSES = Beyond(
         "include": (["reasoning.encrypted_content"],),
     },
     {
+        "priority": (0,),
+        "top_k": (-1,),
+        "min_p": (0.0,),
+        "repetition_penalty": (1.0,),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
         "text.format.strict": (True, False),

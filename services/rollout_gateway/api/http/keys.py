@@ -20,7 +20,17 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def api_key(request: Request) -> str:
-    """The key of a request: OpenAI's bearer token, or Anthropic's x-api-key."""
+    """The key of a request: OpenAI's bearer token, or Anthropic's x-api-key.
+
+    Raises InvalidInput (UNAUTHENTICATED) for two tokens.
+    """
+    if len(request.headers.getlist("authorization")) > 1:
+        raise InvalidInput(
+            "the request carries two tokens: a proxy has put its own beside the caller's",
+            reason="UNAUTHENTICATED",
+            seen="two headers authorization",
+            allowed="the caller's alone (SGLang's router: started without --api-key)",
+        )
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 

@@ -20,10 +20,11 @@ import psutil
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.heartbeat import answer_beats
+from paceline.local.memory_plan import check_experts
 from paceline.local.ports import free_ports
 from paceline.local.process_directory import process_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
-from paceline.models.config import read_config_json
+from paceline.models.config import read_config, read_config_json
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -99,6 +100,7 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
         "max_running_requests": spec.max_batch,
         "chunked_prefill_size": spec.prefill_tokens,
         "tp_size": spec.tensor_parallel_size,
+        "ep_size": spec.expert_parallel_size,
         "random_seed": spec.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
@@ -163,7 +165,6 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
         return spec
     from safetensors.torch import save_file
 
-    from paceline.models.config import read_config
     from paceline.models.loading import read_tensors
     from paceline.speculators.loading import trained_net
 
@@ -189,6 +190,8 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     """
     check_installed()
     spec = SGLangSpec.model_validate(worker.engine)
+    model = read_config(Path(spec.model_dir), experts=True)
+    check_experts(model, spec.tensor_parallel_size, spec.expert_parallel_size)
     import torch
 
     cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())

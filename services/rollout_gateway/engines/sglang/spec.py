@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.arm_names import OFF
 from paceline.config import Config
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
+from paceline.services.rollout_gateway.engines.sglang.refused import check_arguments
 from paceline.speculators.kinds import SGLANG, drafter_directory
 
 
@@ -25,17 +26,44 @@ class SGLangConfig(Config):
     """Where the model runs; auto: on CUDA when there is one."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of one worker."""
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Groups that these GPUs form, each with a share of a model's experts; it divides
+    tensor_parallel_size.
+    """
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Share of each GPU for weights and KV cache."""
     memory_saver: bool = False
     """Weights and KV cache can be released between steps (GPU)."""
     drafter_swap: Literal["in_place", "retract"] = "in_place"
     """What a new drafter does to running requests."""
+    router: str = Field(default="", pattern=r"^(https?://\S+)?$")
+    """URL of an SGLang router whose list the gateway stands in while it serves; empty: none."""
+    router_key_env: str = "PACELINE_ROUTER_KEY"
+    """Environment variable with the router's key for its list; empty or not set: it has none."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
     """Further arguments of SGLang's server, by its own names; they come last. Its quantization is
     what spans of tokens are told to be computed with; one that SGLang rounds to itself after
     loading, such as fp8, takes a run's versions, a checkpoint that is stored rounded does not.
     """
+
+    @model_validator(mode="after")
+    def _one_scheduler_decides(self) -> Self:
+        check_arguments(self.arguments)
+        if self.tensor_parallel_size % self.expert_parallel_size:
+            raise ConfigError(
+                "gateway.engine.sglang.expert_parallel_size does not divide tensor_parallel_size",
+                seen=self.expert_parallel_size,
+                allowed=f"a divisor of {self.tensor_parallel_size}",
+            )
+        backend = self.arguments.get("moe_a2a_backend", "none")
+        if backend != "none" and self.expert_parallel_size != self.tensor_parallel_size:
+            raise ConfigError(
+                f"moe_a2a_backend={backend} divides experts over all GPUs of a worker; set "
+                "gateway.engine.sglang.expert_parallel_size",
+                seen=self.expert_parallel_size,
+                allowed=f"{self.tensor_parallel_size} (tensor_parallel_size)",
+            )
+        return self
 
     @property
     def quantization(self) -> str:

@@ -1,15 +1,17 @@
 """Runs at the start of every Python process that has this folder on its path; it must cost next to
 nothing.
 
-Owns two things. The folder `sglang-cpu` of the environment joins the path: it holds a torchvision
+Owns three things. The folder `sglang-cpu` of the environment joins the path: it holds a torchvision
 that SGLang imports, for image models only, and that nobody else may find. And torchvision gets an
 empty `_meta_registrations`, since its own fails on import where its compiled half, linked to CUDA,
-does not load. Another sitecustomize further down the path, which this one hides, is run as well.
+does not load. SGLang's torch code of experts is ours (sgl_kernel/experts.py). Another sitecustomize
+further down the path, which this one hides, is run as well.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -28,4 +30,8 @@ sys.path.append(str(Path(sys.prefix) / "sglang-cpu"))
 sys.modules.setdefault(
     "torchvision._meta_registrations", ModuleType("torchvision._meta_registrations")
 )
+_experts = ModuleType("sglang.srt.layers.moe.fused_moe_native")
+# torch is imported when SGLang asks
+_experts.__getattr__ = lambda name: getattr(import_module("sgl_kernel.experts"), name)  # type: ignore[method-assign]
+sys.modules.setdefault(_experts.__name__, _experts)
 _run_hidden()

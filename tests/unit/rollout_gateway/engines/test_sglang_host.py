@@ -14,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.config import load_config
+from paceline.config.render import toml_value
 from paceline.errors import ConfigError
+from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.sglang import host
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
 from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
@@ -147,3 +150,50 @@ def test_what_sglang_rounds_to_is_the_number_format_of_its_tokens() -> None:
 
     assert format_of() == "bfloat16"
     assert format_of(quantization="w8a8_int8") == "w8a8_int8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        ({"disaggregation_mode": "prefill"}, "gateway.engine.workers"),
+        ({"disaggregation_transfer_backend": "nixl"}, "gateway.engine.workers"),
+        ({"encoder_only": True}, "gateway.engine.workers"),
+        ({"dp_size": 2}, "gateway.engine.workers"),
+        ({"enable_dp_attention": True}, "gateway.engine.workers"),
+        ({"pp_size": 2}, "gateway.engine.workers"),
+        ({"nnodes": 2}, "a worker a host"),
+        ({"dist_init_addr": "10.0.0.1:5000"}, "a worker a host"),
+        ({"enable_eplb": True}, "expert_parallel_size"),
+        ({"ep_num_redundant_experts": 4}, "expert_parallel_size"),
+        ({"tp_size": 2}, "tensor_parallel_size"),
+        ({"ep_size": 2}, "expert_parallel_size"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_a_layout_with_schedulers_that_nobody_tells_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, str | int | bool], instead: str
+) -> None:
+    ((name, value),) = arguments.items()
+    file = tmp_path / "run.toml"
+    file.write_text(f"[gateway.engine.sglang.arguments]\n{name} = {toml_value(value)}\n")
+    with pytest.raises(ConfigError, match=rf"arguments\.{name} is not served") as refused:
+        load_config(GatewayConfig, "gateway", [file])
+    assert instead in str(refused.value)
+
+
+def test_layouts_that_are_off_are_no_layouts() -> None:
+    off = {"disaggregation_mode": "null", "dp_size": 1, "enable_dp_attention": False, "nnodes": 1}
+    values = host.arguments(spec(drafter="off", arguments=off), worker_index=0, cuda=True)
+    assert values | off == values
+
+
+def test_experts_are_divided_over_the_gpus_of_a_worker() -> None:
+    served = spec(drafter="off", tensor_parallel_size=4, expert_parallel_size=2)
+    values = host.arguments(served, worker_index=1, cuda=True)
+    assert (values["base_gpu_id"], values["tp_size"], values["ep_size"]) == (4, 4, 2)
+    with pytest.raises(ConfigError, match=r"does not divide tensor_parallel_size.*divisor of 4"):
+        spec(tensor_parallel_size=4, expert_parallel_size=3)
+    between = {"arguments": {"moe_a2a_backend": "deepep"}, "tensor_parallel_size": 4}
+    assert spec(**between, expert_parallel_size=4).arguments["moe_a2a_backend"] == "deepep"
+    with pytest.raises(ConfigError, match=r"over all GPUs of a worker.*seen: 2; allowed: 4"):
+        spec(**between, expert_parallel_size=2)

@@ -115,7 +115,7 @@ class Plugin:
         if self.rank == 0 and self.worker.ring_path:
             self.ring = RowRing.attach(Path(self.worker.ring_path))
         self.weights = PluginWeights(self.spec)
-        config = read_config(Path(self.spec.model_dir))
+        config = read_config(Path(self.spec.model_dir), experts=True)
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len)
         self.admission = Admission.of_model(config, Path(self.spec.model_dir), longest)
         self.grammars = TreeGrammars(config, Path(self.spec.model_dir), self.rank, self.tp_group)

@@ -1,0 +1,94 @@
+"""Keeps the gateway in the list of an SGLang router (`sglang-router`), which then hands it requests
+of callers.
+
+No key goes with the entry. The router would put it before the key of each caller, who would then be
+whoever the gateway's token belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from typing import Any
+
+import httpx
+
+from paceline.errors import ConfigError
+from paceline.services.rollout_gateway.background import background, cancel
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.telemetry import get_logger
+
+CALL_S = 5.0
+"""Seconds of one call."""
+LOOK_S = 10.0
+"""Seconds between two looks whether we are listed: a router that was restarted knows nobody."""
+_WILDCARDS = ("", "0.0.0.0", "[::]")  # noqa: S104 - what is refused
+_FAILURES = (httpx.HTTPError, ValueError, LookupError, TypeError)
+"""No answer, or one that is no list of workers."""
+log = get_logger(__name__)
+
+
+def own_url(config: GatewayConfig, port: int) -> str:
+    """Where the router finds the gateway. Raises ConfigError for an address that names no host."""
+    host = config.addresses.http.rpartition(":")[0]
+    if host in _WILDCARDS:
+        raise ConfigError(
+            "gateway.engine.sglang.router needs an address that the router can reach",
+            seen=f"addresses.http={config.addresses.http}",
+            allowed="a name or an address of this host",
+        )
+    return f"{'https' if config.security.tls_cert else 'http'}://{host}:{port}"
+
+
+class RouterEntry:
+    """This gateway in the router's list, kept there until `stop`."""
+
+    def __init__(self, config: GatewayConfig, model: str, port: int) -> None:
+        """Raises ConfigError."""
+        settings = config.engine.sglang
+        self._entry = {"url": own_url(config, port), "model_id": model}
+        key = os.environ.get(settings.router_key_env, "") if settings.router_key_env else ""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._workers = settings.router.rstrip("/") + "/workers"
+        authorities = ssl.create_default_context(cafile=config.security.tls_ca or None)
+        self._client = httpx.AsyncClient(timeout=CALL_S, headers=headers, verify=authorities)
+        self._task: asyncio.Task[None] | None = None
+        self._said = ""  # what went wrong last, told once
+
+    def start(self) -> None:
+        """Enter, and enter again where the router has forgotten; a router that is away is waited
+        for.
+        """
+        self._task = background(self._keep(), "sglang-router")
+
+    async def stop(self) -> None:
+        """Leave. A router that cannot be told finds out by its health checks."""
+        await cancel(self._task)
+        try:
+            for one in await self._ours():
+                (await self._client.delete(f"{self._workers}/{one['id']}")).raise_for_status()
+        except _FAILURES as error:
+            log.warning("the SGLang router was not told", router=self._workers, why=repr(error))
+        await self._client.aclose()
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                if not await self._ours():
+                    answer = await self._client.post(self._workers, json=self._entry)
+                    answer.raise_for_status()
+                    log.info("entered at the SGLang router", router=self._workers, **self._entry)
+                self._said = ""
+            except _FAILURES as error:
+                if repr(error) != self._said:
+                    self._said = repr(error)
+                    log.warning("no SGLang router", router=self._workers, why=self._said)
+            await asyncio.sleep(LOOK_S)
+
+    async def _ours(self) -> list[dict[str, Any]]:
+        """Our entries. Raises one of _FAILURES."""
+        answer = await self._client.get(self._workers)
+        answer.raise_for_status()
+        listed = answer.json()["workers"]
+        return [one for one in listed if one["url"] == self._entry["url"]]

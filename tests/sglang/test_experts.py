@@ -1,0 +1,98 @@
+"""A model whose experts are divided over the ranks of one worker: its tokens are those of
+transformers, and every rank takes a version set in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from random_models import save_random
+from sglang_served import Served, greedy, said
+from transformers import PreTrainedModel
+
+from paceline.errors import WeightsError
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10, 9, 10, 9], [5]]
+NEW_TOKENS = 24
+
+
+def model(folder: Path, seed: int) -> PreTrainedModel:
+    """Eight experts a layer, of which a token takes two."""
+    return save_random(folder, "qwen3_moe", seed=seed, sharpness=4.0, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("policies")
+    return {str(folder / name): model(folder / name, seed) for seed, name in enumerate("ab")}
+
+
+@pytest.fixture(scope="module")
+def served(
+    policies: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Two ranks of four experts a layer each."""
+    one = Served(
+        tmp_path_factory.mktemp("worker"),
+        model_dir=next(iter(policies)),
+        drafter="ngram",
+        max_sequence_tokens=256,
+        tensor_parallel_size=2,
+        expert_parallel_size=2,
+    )
+    yield one
+    one.client.close()
+
+
+def expected(policy: PreTrainedModel) -> list[list[int]]:
+    return [greedy(policy, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def test_tokens_over_divided_experts_are_those_of_transformers(
+    served: Served, policies: dict[str, PreTrainedModel]
+) -> None:
+    answers = served.tokens(PROMPTS, max_tokens=NEW_TOKENS)
+    assert answers == expected(next(iter(policies.values())))
+
+
+def test_all_ranks_take_a_set_between_two_rounds_and_a_wrong_one_none(
+    served: Served, policies: dict[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    before, after = policies.values()
+    (_, new) = policies
+    prepare(served, 1, new)
+    running = served.send(PROMPTS[:1], max_tokens=200, stream=True)
+    served.rounds(8)
+    versions = tpb.VersionSet(seq=1, policy=1)
+    served.client.ask(
+        commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_RETRACT)
+    )
+    (chunks,) = served.wait(running)
+    spans = [span for chunk in chunks for span in chunk.version_spans]
+    folded = list(dict.fromkeys(span.policy_version for span in spans))
+    assert folded == [0, 1]  # one version a token, never back
+    said_before = max(span.end for span in spans if span.policy_version == 0)
+    tokens = said(chunks)
+    assert tokens[:said_before] == greedy(before, PROMPTS[0], said_before)
+    resumed = [*PROMPTS[0], *tokens[:said_before]]
+    assert tokens[said_before:] == greedy(after, resumed, 200 - said_before)
+    assert served.tokens(PROMPTS, max_tokens=NEW_TOKENS) == expected(after)
+
+    other = tmp_path / "of four experts"
+    save_random(other, "qwen3_moe", num_experts=4, max_position_embeddings=512)
+    with pytest.raises(WeightsError, match="experts"):
+        prepare(served, 2, str(other))
+    assert served.tokens(PROMPTS, max_tokens=NEW_TOKENS) == expected(after)
+
+
+def prepare(served: Served, version: int, policy: str) -> None:
+    served.client.ask(
+        prepare_weights=pb.PrepareWeights(
+            target=pb.WEIGHT_TARGET_POLICY, version=version, path=policy
+        )
+    )
