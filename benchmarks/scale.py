@@ -4,13 +4,17 @@
 the work growing with the slots. Told are the CPU time that its real transitions and their journal
 take, the modelled push to all hosts, the journal's bytes and what a drafter harvests. Virtual
 seconds are the same on every machine, CPU seconds are this one's.
+
+`launch`: demo runs on a Ray cluster of this machine's own and without one, in turns: until all
+services serve, until the end, and how long a killed process and a killed keeper are away.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
+from benchmarks.launching import launches
 from benchmarks.options import above_zero, counts
 from benchmarks.result import BenchResult, Goal, Row, say
 from benchmarks.simulation.scaled import (
@@ -38,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedules", choices=list(Schedule), nargs="+", default=list(SCHEDULES), type=Schedule
     )
     parser.add_argument("--placement", choices=list(Placement), default=Placement.COLOCATED)
+    parser.add_argument(
+        "--run-steps", type=above_zero(int), default=80, help="launch: RL steps of a demo run"
+    )
+    parser.add_argument(
+        "--pairs", type=above_zero(int), default=1, help="launch: runs by each launcher"
+    )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
@@ -46,7 +56,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     rows: list[Row] = []
     goals: list[Goal] = []
     for part in options.parts:
-        found, reached = PARTS[part](options)
+        found, reached = await PARTS[part](options)
         rows += found
         goals += reached
     return BenchResult("scale", rows, goals)
@@ -67,4 +77,16 @@ def simulation(options: argparse.Namespace) -> Found:
     return rows, goals
 
 
-PARTS: Mapping[str, Callable[[argparse.Namespace], Found]] = {"simulation": simulation}
+async def launch(options: argparse.Namespace) -> Found:
+    """Whole runs by both launchers."""
+    return await launches(options.run_steps, options.pairs)
+
+
+async def _simulation(options: argparse.Namespace) -> Found:
+    return simulation(options)
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace], Awaitable[Found]]] = {
+    "simulation": _simulation,
+    "launch": launch,
+}

@@ -25,7 +25,7 @@ from paceline.cli.supervised import (
     supervisor_of,
 )
 from paceline.cli.watch import follow
-from paceline.cluster.order import NODE_LOST
+from paceline.cluster.order import START_AGAIN
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent
@@ -33,7 +33,7 @@ from paceline.local.tokens import use_run_tokens
 from paceline.streams import LedgerCount
 
 EXIT_FAILED = 1
-_NODES_LOST = 3
+_TAKEN_UP = 3
 """Times that a run is taken up again by itself."""
 _LAST_FACT_S = 2.0
 _REFRESHED_S = 0.25
@@ -98,11 +98,11 @@ async def _taken_up(
     run: Play, config: ServiceConfig, plan: Checked, view: View, pids: dict[str, int]
 ) -> tuple[bool, LedgerCount | None]:
     """As _shown, again from its journal after the loss of a node."""
-    for left in reversed(range(_NODES_LOST + 1)):
+    for left in reversed(range(_TAKEN_UP + 1)):
         try:
             return await _shown(run, config, plan, view, pids)
         except Unavailable as error:
-            if error.reason != NODE_LOST or not left:
+            if error.reason != START_AGAIN or not left:
                 raise
             view.line(f"{error}; the run is taken up again on the nodes that are left")
     raise AssertionError("the last try returns or raises")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.cluster.order import FORKSERVER, NODE_LOST, KeeperReport, ServiceOrder
+from paceline.cluster.order import FORKSERVER, START_AGAIN, KeeperReport, ServiceOrder
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import FailedPrecondition, PacelineError, Unavailable
 from paceline.local.child import Child
@@ -98,7 +98,7 @@ class ServiceKeeper:
         if order.host != node_address():
             raise Unavailable(
                 f"the slots of {order.name} are on another node now, where nobody looks for it",
-                reason=NODE_LOST,
+                reason=START_AGAIN,
                 seen=node_address(),
                 allowed=order.host,
             )

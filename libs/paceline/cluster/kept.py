@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.order import NODE_LOST, KeeperReport, ServiceOrder
+from paceline.cluster.order import START_AGAIN, KeeperReport, ServiceOrder
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
 from paceline.local.patience import patient
@@ -49,10 +49,11 @@ class KeptService:
         self._on_event = on_event
         self._policy = RestartPolicy()
         self._keeper: Any = None
+        self._next, self._begun = 0, False
         self._deaths: list[float] = []
 
     async def run(self) -> None:
-        """As Child.run; Unavailable with the reason NODE_LOST where it cannot come back alone,
+        """As Child.run; Unavailable with the reason START_AGAIN where it cannot come back alone,
         DeadlineExceeded for a keeper that does not answer.
         """
         for need in self._needs:
@@ -65,6 +66,10 @@ class KeptService:
                 return
             except _died() as error:
                 self._gone(error)
+                if self._order.modules:
+                    raise Unavailable(
+                        "what services fork from is gone with its keeper", reason=START_AGAIN
+                    ) from error
                 await asyncio.sleep(self._pause_s())
 
     async def stop(self, grace_s: float) -> None:
@@ -74,21 +79,23 @@ class KeptService:
             return
         import ray
 
-        with suppress(_died(), TimeoutError):  # what it started ends with it
-            async with asyncio.timeout(patient(grace_s + _STOP_S)):
-                await keeper.stop.remote(grace_s)
-                self._take(KeeperReport.of(await keeper.look.remote(self._next, [], 0.0)))
+        if self._begun:  # else it may have no node to answer on
+            with suppress(_died(), TimeoutError):  # what it started ends with it
+                async with asyncio.timeout(patient(grace_s + _STOP_S)):
+                    await keeper.stop.remote(grace_s)
+                    self._take(KeeperReport.of(await keeper.look.remote(self._next, [], 0.0)))
         await asyncio.to_thread(ray.kill, keeper)
         self.is_healthy.clear()
         self.pid = 0
 
     async def _begin(self) -> None:
-        self._next = 0
+        self._next, self._begun = 0, False
         given = {} if self._order.modules else await self._surroundings
         try:
             found = await self._asked(self._keeper.begin.remote(dict(given)))
         except DeadlineExceeded as error:
             raise self._lost(error) from error
+        self._begun = True
         if self._order.modules and not self._surroundings.done():
             self._surroundings.set_result(found)
 
@@ -129,7 +136,7 @@ class KeptService:
     def _lost(self, cause: Exception) -> Unavailable:
         return Unavailable(
             f"the node of {self.launch.name} is lost",
-            reason=NODE_LOST,
+            reason=START_AGAIN,
             seen=" ".join(str(cause).split()),
         )
 

@@ -11,7 +11,7 @@ from paceline import errors
 from paceline.errors import InternalError, PacelineError
 from paceline.local.launch import ChildEvent
 
-NODE_LOST = "NODE_LOST"
+START_AGAIN = "START_AGAIN"
 """Reason of errors after which all services of a run have to be started again, elsewhere."""
 FORKSERVER = "forkserver"
 """What a pool's forkserver is called; its pool follows where there are several."""
