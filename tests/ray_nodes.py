@@ -8,11 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 
+WITH_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
+"""Without an import: Ray reads its token's variables at its own."""
 _START = Path(sys.executable).with_name("ray")
 
 
@@ -70,13 +75,15 @@ def started(host: str, cpus: int, *where: str) -> RayNode:
 
 
 @contextmanager
-def ray_nodes(cpus: dict[str, int], port: int) -> Iterator[dict[str, RayNode]]:
-    """Nodes by host, with so many cores each; the first is the head."""
+def ray_nodes(cpus: dict[str, int], port: int, *more: str) -> Iterator[dict[str, RayNode]]:
+    """Nodes by host, with so many cores each; the first is the head, and has
+    `more` words.
+    """
     nodes: dict[str, RayNode] = {}
     head, *others = cpus
     try:
         client = f"--ray-client-server-port={free_ports(1)[0]}"
-        words = ("--head", f"--port={port}", client, "--include-dashboard=false")
+        words = ("--head", f"--port={port}", client, "--include-dashboard=false", *more)
         nodes[head] = started(head, cpus[head], *words)
         for host in others:
             nodes[host] = started(host, cpus[host], f"--address={head}:{port}")

@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
+from ray_nodes import WITH_RAY
 
 from paceline.cluster.keeper import DESERTED_S
 from paceline.local.patience import patient
 
-pytest.importorskip("ray", reason="the extra `ray`")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.timeout(300)]
 HEAD = Path(__file__).parents[1] / "ray_head.py"
 TOKEN = "of-a-cluster-that-tests-start-" * 2
 

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
-from ray_nodes import ray_nodes
+from ray_nodes import WITH_RAY, ray_nodes
 
 from paceline.cli.run_files import RunFiles
+from paceline.cluster.launcher import RunOnCluster, on_cluster
+from paceline.cluster.pools import GPU, Pool
+from paceline.config import ServiceConfig
+from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 
-pytest.importorskip("ray", reason="the extra `ray`")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 HEAD, NODES = "127.0.1.1", ("127.0.1.2", "127.0.1.3", "127.0.1.4")
 STEPS = 4
 
@@ -80,3 +83,19 @@ def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert "a run on several nodes needs a Redis that all of them reach" in output
     assert " started (pid " not in output
+
+
+async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
+    tmp_path: Path,
+) -> None:
+    """Ray takes our word that a node has GPUs."""
+    port = free_ports(1)[0]
+    bundles = ({GPU: 2.0}, {GPU: 1.0})
+    pools = [Pool("control", ("coordinator",)), Pool("rollout", ("gateway",), bundles)]
+    asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
+    with ray_nodes({HEAD: 1}, port, "--num-gpus=4"):
+        async with on_cluster(asked, f"{HEAD}:{port}", lambda event: None) as cluster:
+            kept = cluster.keep(Launch("gateway", ("",)), [])
+            visible = kept.order.environment["CUDA_VISIBLE_DEVICES"].split(",")
+    assert len(set(visible)) == 3
+    assert set(visible) < {"0", "1", "2", "3"}

@@ -41,9 +41,14 @@ class Checked(NamedTuple):
 
 
 def plan_run(
-    files: Sequence[Path], overrides: Sequence[str], gpus: Sequence[int] | None = None
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    gpus: Sequence[int] | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> Checked:
-    """The plan of a run's settings; `gpus`: bytes of each, else those of this machine.
+    """The plan of a run's settings; `gpus`: bytes of each, else those of this machine. `elsewhere`:
+    the slots are a cluster's, of whose GPUs no more is known than that each has one.
 
     Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
     """
@@ -55,8 +60,10 @@ def plan_run(
     gateway, policy, drafter, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
     )
+    on_gpus = _on_gpus(found)
+    if gpus is None and elsewhere:
+        gpus = []
     if gpus is None:
-        on_gpus = _on_gpus(found)
         gpus = gpu_bytes() if policy.device != "cpu" or on_gpus else []
         _check_gpus(on_gpus, gpus)
     per_worker = coordinator.slots_per_worker
@@ -64,7 +71,8 @@ def plan_run(
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
     slots, cores = gateway.worker_count * per_worker, usable_cores()
     leased = coordinator.learner_slots or slots
-    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=len(gpus))
+    count = leased if elsewhere and on_gpus else len(gpus)
+    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=count)
     if gpus:
         _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
         _check_enough("slots of the drafter", drafter.device, slots, len(gpus))

@@ -63,7 +63,8 @@ async def play(run: Play, console: Console, *, as_json: bool) -> int:
     config = load_config(ServiceConfig, "local", run.settings, run.overrides)
     models = found_models(run.settings, run.overrides, say)
     run = replace(run, overrides=[*run.overrides, *models])
-    plan = plan_run(run.settings, run.overrides)
+    elsewhere = run.launcher.kind != LOCAL
+    plan = plan_run(run.settings, run.overrides, elsewhere=elsewhere)
     use_run_tokens(config)
     named = run.files.run_id, plan.steps
     view = JsonView(*named) if as_json else RunView(*named, console)

@@ -43,7 +43,7 @@ class KeptService:
         self.is_healthy = asyncio.Event()
         self._needs = needs
         self.pid = 0
-        self._order = order
+        self.order = order
         self._placed = placed
         self._surroundings = surroundings
         self._on_event = on_event
@@ -66,7 +66,7 @@ class KeptService:
                 return
             except _died() as error:
                 self._gone(error)
-                if self._order.modules:
+                if self.order.modules:
                     raise Unavailable(
                         "what services fork from is gone with its keeper", reason=START_AGAIN
                     ) from error
@@ -90,13 +90,13 @@ class KeptService:
 
     async def _begin(self) -> None:
         self._next, self._begun = 0, False
-        given = {} if self._order.modules else await self._surroundings
+        given = {} if self.order.modules else await self._surroundings
         try:
             found = await self._asked(self._keeper.begin.remote(dict(given)))
         except DeadlineExceeded as error:
             raise self._lost(error) from error
         self._begun = True
-        if self._order.modules and not self._surroundings.done():
+        if self.order.modules and not self._surroundings.done():
             self._surroundings.set_result(found)
 
     async def _live(self) -> None:
@@ -127,7 +127,7 @@ class KeptService:
         end = asyncio.get_running_loop().time() + patient(_AWAY_S)
         while True:
             try:
-                return await asyncio.to_thread(self._placed, self._order)
+                return await asyncio.to_thread(self._placed, self.order)
             except ValueError as error:
                 if asyncio.get_running_loop().time() > end:
                     raise self._lost(error) from error

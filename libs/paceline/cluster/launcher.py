@@ -16,9 +16,9 @@ from typing import Any
 from paceline.cluster.joined import joined
 from paceline.cluster.keeper import DESERTED_S, ServiceKeeper
 from paceline.cluster.kept import KeptService
-from paceline.cluster.nodes import addresses, compare, look, require_ways
+from paceline.cluster.nodes import GpuHolder, addresses, compare, look, require_ways
 from paceline.cluster.order import FORKSERVER, ServiceOrder
-from paceline.cluster.pools import Pool, check_room
+from paceline.cluster.pools import GPU, Pool, check_room
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local import news
@@ -87,7 +87,8 @@ class _ClusterRun:
         self._run = run
         self._on_event = on_event
         self._groups: dict[str, Any] = {}  # placement group by pool
-        self._pool_of = {name: pool for pool in run.pools for name in pool.services}
+        self._holders: list[Any] = []  # actors, while this process lives
+        self._gpus: dict[str, str] = {}  # of its node by pool, as CUDA_VISIBLE_DEVICES has them
         self._surroundings: dict[str, asyncio.Future[Mapping[str, str]]] = {}
         self._hosts: dict[str, str] = {}  # address of its node by pool
 
@@ -134,6 +135,19 @@ class _ClusterRun:
                     seen=f"{patient(_RESERVED_S):.0f} s",
                     allowed="less for this run, or its turn",
                 )
+        for pool in self._run.pools:
+            if GPU in pool.asks:
+                self._gpus[pool.name] = await self._held_gpus(pool)
+
+    async def _held_gpus(self, pool: Pool) -> str:
+        """Has an actor in each bundle take its GPUs, since Ray tells of them in no other way."""
+        found: list[str] = []
+        for number, bundle in enumerate(pool.bundles):
+            wanted = {"num_cpus": 0, "num_gpus": bundle[GPU], **self._place(pool, number)}
+            holder = self._ray.remote(GpuHolder).options(**wanted).remote()
+            self._holders.append(holder)
+            found += await _answered(holder.gpus.remote())
+        return ",".join(found)
 
     async def look_at_nodes(self) -> None:
         """Raises ConfigError where a node runs another Python or Paceline, or where the directory
@@ -145,8 +159,7 @@ class _ClusterRun:
         try:
             for pool in self._run.pools:
                 task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool))
-                async with asyncio.timeout(patient(_LOOKED_AT_S)):
-                    host, found, read = await task.remote(str(path))
+                host, found, read = await _answered(task.remote(str(path)))
                 compare(pool.name, own, found)
                 self._hosts[pool.name] = host
                 if read != nonce:
@@ -176,7 +189,7 @@ class _ClusterRun:
         ]
         return [*forkservers, *(replace(one, ports=()) for one in made)]
 
-    def keep(self, launch: Launch, needs: Sequence[Supervised]) -> Supervised:
+    def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptService:
         """What keeps one of them running."""
         forkserver = launch.name.startswith(FORKSERVER)
         pool = self._pool_with(launch.name)
@@ -189,7 +202,7 @@ class _ClusterRun:
             self._settings,
             modules,
             {need.launch.name: need.launch.optional for need in needs},
-            _travelling(),
+            _travelling() | self._visible(pool),
             self._run.health_s,
             self._run.config.run.heartbeat_s,
             self._run.config.run.hung_s,
@@ -202,6 +215,10 @@ class _ClusterRun:
             around.set_result({})
         return KeptService(launch, order, needs, self._placed, around, self._on_event)
 
+    def _visible(self, pool: Pool) -> dict[str, str]:
+        gpus = self._gpus.get(pool.name)
+        return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+
     def _placed(self, order: ServiceOrder) -> Any:
         made = self._ray.remote(ServiceKeeper).options(
             name=self._run.actor(order.name),
@@ -212,7 +229,7 @@ class _ClusterRun:
         )
         return made.remote(order.text())
 
-    def _place(self, pool: Pool) -> dict[str, Any]:
+    def _place(self, pool: Pool, bundle: int = 0) -> dict[str, Any]:
         from ray.util.scheduling_strategies import (
             NodeAffinitySchedulingStrategy,
             PlacementGroupSchedulingStrategy,
@@ -222,7 +239,7 @@ class _ClusterRun:
         if group is None:
             own = self._ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=False)}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)}
 
     def _pool_with(self, name: str) -> Pool:
         return next(
@@ -248,6 +265,17 @@ class _ClusterRun:
                 continue
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
+
+
+async def _answered(answer: Any) -> Any:
+    """Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(patient(_LOOKED_AT_S)):
+            return await answer
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            "a node of the cluster does not answer", seen=f"{patient(_LOOKED_AT_S):.0f} s"
+        ) from error
 
 
 def _travelling() -> dict[str, str]:

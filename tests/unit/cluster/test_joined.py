@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from ray_nodes import WITH_RAY
 
 from paceline.cli.launcher import Launcher
 from paceline.cluster import joined
@@ -34,6 +35,7 @@ async def test_without_ray_it_is_said_what_installs_it(monkeypatch: pytest.Monke
             pass
 
 
+@WITH_RAY
 @pytest.mark.parametrize(
     ("given", "lacking"),
     [
@@ -45,7 +47,6 @@ async def test_without_ray_it_is_said_what_installs_it(monkeypatch: pytest.Monke
 async def test_a_cluster_that_lets_everybody_in_is_not_joined(
     given: dict[str, str], lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="the extra `ray`")
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAY_AUTH_MODE", "token" if "RAY_AUTH_TOKEN" in given else "disabled")

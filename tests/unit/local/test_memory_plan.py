@@ -307,6 +307,14 @@ def test_the_run_on_eight_gpus_trains_its_policy_on_all_of_them(
     assert plan_run([SGLANG], []).overrides == ["policy_trainer.ranks=8"]
 
 
+def test_slots_of_a_cluster_have_a_gpu_each_where_one_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "gpu_bytes", list)
+    monkeypatch.setattr(plan, "_GPU_FILES", ())  # this machine has none
+    assert plan_run([SGLANG], [], elsewhere=True).overrides == ["policy_trainer.ranks=8"]
+
+
 def test_the_run_on_eight_gpus_leaves_two_fifths_of_them_free_as_it_is_set(
     tmp_path: Path,
 ) -> None:
