@@ -62,7 +62,7 @@ def simulation(options: argparse.Namespace) -> Found:
             say(f"{schedule}, {slots} slots: {runs[-1].coordinator.step_s:.4f} CPU s a step")
         if len(runs) > 1:
             goals += growth_goals(runs[0], runs[-1])
-    return sorted(rows, key=lambda row: str(row["section"])), goals
+    return sorted(rows, key=lambda row: str(row["section"]).partition(":")[0]), goals
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Found]] = {"simulation": simulation}
