@@ -19,8 +19,9 @@ billion weights a token is multiplied with 22).
 
 ## What was run, what simulated, what only computed
 
-- Run: whole runs on one machine, of 2 cores and of one GPU ([benchmarks](benchmarks.md)). None had
-  a second host, a second GPU or a policy of billions of weights.
+- Run: whole runs on one machine, of 2 cores and of one GPU ([benchmarks](benchmarks.md)), and over
+  nodes of a Ray cluster that were processes of one machine. None had a second machine, a second GPU
+  or a policy of billions of weights.
 - Run, with simulated events: the coordinator of 8 to 4,096 slots. Its machine, records and journal
   entries are the product's own, and their CPU time and bytes are measured by `paceline bench scale`
   ([figures](benchmarks.md#slots-and-hosts-paceline-bench-scale)).
@@ -30,8 +31,7 @@ billion weights a token is multiplied with 22).
 - Computed: a push to many hosts, and every figure on this page. The arithmetic of the push is
   compared with sends one by one in a test. What is pushed by today is neither one sender nor a
   tree: every rank of the trainer sends its rows to one gateway.
-- Computed and nothing else: 235B-A22B. Mixtures of experts are no models that are known here yet,
-  neither to an engine nor to the trainers.
+- Computed and nothing else: 235B-A22B. Mixtures of experts are served by SGLang, and not trained.
 
 Bytes are exact but for norms, biases and routers. Memory is the sum that `paceline plan` makes,
 without gaps of an allocator. Seconds are what the hardware allows at best: no message, no

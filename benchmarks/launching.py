@@ -51,6 +51,7 @@ async def launches(steps: int, pairs: int) -> tuple[list[Row], list[Goal]]:
         died = await _timed(launcher, 8, _DEATHS[launcher])
         recovered = {death: died.recovered_s.get(death, "") for death in _DEATHS[RAY]}
         row: Row = {
+            "section": "launchers",
             "launcher": launcher,
             "s until it serves": statistics.median(one.serving_s for one in of),
             f"s of {steps} steps, all in all": statistics.median(one.ended_s for one in of),

@@ -23,7 +23,7 @@ from benchmarks.simulation.scaled import (
     growth_goals,
     plan_of,
     push_rows,
-    steps_of,
+    repeats_of,
 )
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 from paceline.telemetry.log import configure_log
@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS), help="to run")
     parser.add_argument("--slots", type=counts, default=(8, 64, 512, 4096), help="slots of a run")
-    parser.add_argument(
-        "--steps", type=above_zero(int), default=3, help="of a run; few slots have more, up to 20"
-    )
+    parser.add_argument("--steps", type=above_zero(int), default=3, help="of a run")
     parser.add_argument(
         "--schedules", choices=list(Schedule), nargs="+", default=list(SCHEDULES), type=Schedule
     )
@@ -69,12 +67,12 @@ def simulation(options: argparse.Namespace) -> Found:
         runs: list[ScaledRun] = []
         for slots in options.slots:
             plan = plan_of(slots, schedule, Placement(options.placement))
-            runs.append(ScaledRun.of(plan, steps_of(slots, options.steps)))
-            rows.append(runs[-1].row())
+            runs.append(ScaledRun.of(plan, options.steps, repeats_of(slots)))
+            rows += runs[-1].rows()
             say(f"{schedule}, {slots} slots: {runs[-1].coordinator.step_s:.4f} CPU s a step")
         if len(runs) > 1:
             goals += growth_goals(runs[0], runs[-1])
-    return rows, goals
+    return sorted(rows, key=lambda row: str(row["section"]).partition(":")[0]), goals
 
 
 async def launch(options: argparse.Namespace) -> Found:

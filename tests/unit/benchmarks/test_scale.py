@@ -21,9 +21,8 @@ from benchmarks.simulation.scaled import (
     ScaledRun,
     growth_goals,
     hosts,
-    plan_of,
+    repeats_of,
     scaled,
-    steps_of,
 )
 from benchmarks.simulation.sections import SchedulePlan
 from benchmarks.simulation.site import VirtualTime
@@ -47,7 +46,7 @@ def test_eight_slots_are_the_fleet_that_others_grow_from() -> None:
     large = scaled(4096)
     assert (large.groups, large.learner_slots, hosts(4096)) == (32_768, 1024, 512)
     assert large.push_s == gpus().push_s + tree_s(VERSION_BYTES, 511, ARITY)
-    assert [steps_of(slots, 3) for slots in (8, 64, 512, 4096)] == [20, 16, 3, 3]
+    assert [repeats_of(slots) for slots in (8, 64, 512, 4096)] == [16, 8, 1, 1]
 
 
 @pytest.mark.parametrize("slots", [8, 64])
@@ -135,8 +134,11 @@ def test_the_coordinators_time_lengthens_a_step_as_calculated_by_hand() -> None:
 
 def test_growth_is_told_for_each_slot_for_the_step_and_for_all() -> None:
     least, most = (
-        ScaledRun.of(plan_of(slots, Schedule.SYNC, Placement.COLOCATED), 2) for slots in (8, 16)
+        ScaledRun.of(plan_on(lighter(slots), Schedule.SYNC, Placement.COLOCATED), 2)
+        for slots in (8, 16)
     )
+    for one in (least, most):
+        assert one.slot_share == one.share / one.plan.fleet.slots > 0
     a_slot, step, whole = growth_goals(least, most)
     assert whole.value == pytest.approx(2 * a_slot.value)
     assert step.value == pytest.approx(-most.lengthened / least.lengthened)
@@ -151,11 +153,12 @@ async def test_the_bench_tells_every_size_and_judges_the_last_by_the_first(
         return plan_on(replace(lighter(slots), samples=1), schedule, placement)
 
     monkeypatch.setattr(scale, "plan_of", plan)  # less work
+    monkeypatch.setattr(scale, "repeats_of", lambda slots: 2)
     parser = argparse.ArgumentParser()
     scale.add_arguments(parser)
     words = ("--slots", "8,32", "--schedules", "sync", "--parts", "simulation")
     found = await scale.run(parser.parse_args(words))
     sizes = [(row["slots"], row["hosts"]) for row in found.rows if "slots" in row]
-    assert sizes == [(8, 1), (32, 4)]
+    assert sizes == [(8, 1), (32, 4)] * 2
     assert [row["hosts"] for row in found.rows if "one sender" in row] == [1, 4] * 2
     assert len(found.goals) == 3

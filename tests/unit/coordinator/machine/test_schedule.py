@@ -95,3 +95,9 @@ def test_a_batch_is_the_lowest_groups_whatever_their_number() -> None:
             batch = next_batch(replace(state(0, *draws), settings=settings))
             taken = [(one.step, place) for one in batch for place in bits(one.groups or 0)]
             assert taken == (expected if len(expected) == groups else [])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
+def test_the_places_of_bits_are_found_however_many_there_are(share: float) -> None:
+    places = np.flatnonzero(np.random.default_rng(7).random(5000) < share)
+    assert list(bits(sum(1 << int(place) for place in places))) == places.tolist()
