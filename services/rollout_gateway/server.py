@@ -38,7 +38,7 @@ that finds no place is tried again by the client's system after a second, then t
 """
 COLLECT_AFTER = 10_000
 """New objects after which Python looks for cycles. By its own 700 it went through all that 10,000
-sessions hold so often that it took a quarter of the CPU time, half a second at a time.
+sessions hold so often that it took a quarter of the CPU time, a second at a time.
 """
 log = get_logger(__name__)
 
