@@ -89,15 +89,15 @@ class BenchChild:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
 
-    async def answer(self) -> Mapping[str, Any]:
+    async def answer(self, deadline_s: float = ANSWER_DEADLINE_S) -> Mapping[str, Any]:
         """Waits for the next answer."""
         assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(ANSWER_DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 line = await self._process.stdout.readline()
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"{self._name} does not answer", allowed=f"{ANSWER_DEADLINE_S} s"
+                f"{self._name} does not answer", allowed=f"{deadline_s} s"
             ) from error
         if not line:
             raise Unavailable(

@@ -47,7 +47,8 @@ class TimedStream:
 class Connection(asyncio.Protocol):
     """One keep-alive connection with at most one request under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float = STREAM_DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
         self._transport: asyncio.Transport | None = None
         self._stream: TimedStream | None = None
         self._done: asyncio.Future[None] | None = None
@@ -82,11 +83,11 @@ class Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
-            async with asyncio.timeout(STREAM_DEADLINE_S):
+            async with asyncio.timeout(self._deadline_s):
                 await self._done
         except TimeoutError:
             self.usable = False
-            self._end(f"no end within {STREAM_DEADLINE_S} s")
+            self._end(f"no end within {self._deadline_s} s")
             self._transport.abort()
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway import fronts as fronts
+from benchmarks.gateway.at_once import at_once_goals, at_once_rows, measure_at_once
 from benchmarks.gateway.backends import (
     MAX_BATCH,
     ScriptPace,
@@ -62,6 +63,8 @@ class GatewayPlan:
     litellm: Path | None  # interpreter; None: not beside
     settings: tuple[str, ...]
     turns: TurnPlan | None
+    at_once: tuple[int, ...]
+    at_once_turns: int
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -81,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--round-ms", type=not_negative(float), default=10.0, help="of the backends; 0: none")
     option("--sessions", type=not_negative(int), default=1000, help="held open; 0: none")
     option("--hold-s", type=not_negative(float), default=60.0, help="for which they are held")
+    option("--at-once", type=counts, default=(), help="sessions of a run with a turn under way")
+    option("--at-once-turns", type=above_zero(int), default=3, help="that each of them takes")
     option("--turns", type=not_negative(int), default=6, help="of a growing dialogue; 0: none")
     option("--dialogues", type=int, default=8, help="such dialogues at once")
     option("--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn")
@@ -104,19 +109,31 @@ async def run(options: argparse.Namespace) -> BenchResult:
                     say(f"repeat {number + 1} of {plan.repeats}")
                     await measurement.repeat(contenders, plan.levels)
             held = await _held(plan, measurement, folder, model, script)
+        files = (folder, model, script)
+        crowds = await measure_at_once(
+            plan.at_once, plan.at_once_turns, plan.pace, files, plan.settings
+        )
         turns: Mapping[str, Sequence[TurnRun]] = (
             await measure_turns(plan.turns, folder) if plan.turns else {}
         )
 
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
-    rows += turn_rows(turns)
+    rows += [*at_once_rows(crowds), *turn_rows(turns)]
     pace = plan.pace
     title = (
         f"the front door, {pace.tokens} tokens, {pace.tokens_per_round} every "
         f"{1e3 * pace.round_s:g} ms"
     )
-    result = BenchResult(title, rows, [*goals(contenders, plan.levels, held), *turn_goals(turns)])
+    result = BenchResult(
+        title,
+        rows,
+        [
+            *goals(contenders, plan.levels, held),
+            *at_once_goals(crowds),
+            *turn_goals(turns),
+        ],
+    )
     if plan.litellm is None:
         return result
     version = await fronts.version_of_litellm(plan.litellm)
@@ -171,6 +188,8 @@ async def plan_of(options: argparse.Namespace) -> GatewayPlan:
         litellm=await fronts.litellm_python(options.litellm_python) if wanted else None,
         settings=tuple(options.set),
         turns=_turn_plan(options),
+        at_once=options.at_once,
+        at_once_turns=options.at_once_turns,
     )
     return dataclasses.replace(plan, **_quick(plan)) if options.quick else plan
 

@@ -133,6 +133,10 @@ class ApiConfig(Config):
     """Origins whose pages may talk to the API, e.g. "https://console.example"; "*": all, so that
     any page that a user of this machine has open can generate and end sessions.
     """
+    keep_alive_s: int = Field(default=75, ge=1)
+    """Seconds that a connection may be silent between two requests: an agent whose tools take
+    longer connects anew for its next turn.
+    """
 
 
 class ChatConfig(Config):

@@ -13,6 +13,7 @@ import uvicorn
 
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
+from paceline.local.processes import open_many_files
 from paceline.local.tokens import example_call
 from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
 from paceline.rpc.progress import add_progress
@@ -32,6 +33,14 @@ from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0
 START_DEADLINE_S = 10.0
+BACKLOG = 65_535
+"""Connections that wait to be taken; the system has a bound of its own (net.core.somaxconn). One
+that finds no place is tried again by the client's system after a second, then two, then four.
+"""
+COLLECT_AFTER = 10_000
+"""New objects after which Python looks for cycles. By its own 700 it went through all that 10,000
+sessions hold so often that it took a quarter of the CPU time, a second at a time.
+"""
 log = get_logger(__name__)
 
 
@@ -58,6 +67,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
     Raises ConfigError for settings that cannot work.
     """
+    open_many_files()
     async with running(config) as (_, port):
         sys.stdout.write(f"{example_call(config, port)}\n")
         sys.stdout.flush()
@@ -90,14 +100,11 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
         try:
             port = await server.start()
             gateway.expiry.start()
-            gc.collect()
-            # what lives as long as the process need not be looked through while streams wait
-            gc.freeze()
-            log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-            async with _listed(gateway, http_port):
-                yield port, http_port
+            with _collected_seldom():
+                log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
+                async with _listed(gateway, http_port):
+                    yield port, http_port
         finally:
-            gc.unfreeze()
             gateway.agents.offers.stop()
             await gateway.expiry.stop()
             gateway.router.traffic.stop()
@@ -119,6 +126,22 @@ async def _listed(gateway: Gateway, http_port: int) -> AsyncIterator[None]:
         yield
     finally:
         await entry.stop()
+
+
+@contextlib.contextmanager
+def _collected_seldom() -> Iterator[None]:
+    """What lives as long as the process need not be looked through while streams wait, and what
+    lives as long as a session not so often.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None], int]:
@@ -170,6 +193,8 @@ def _http_config(gateway: Gateway) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         http=BoundedProtocol,
+        backlog=BACKLOG,
+        timeout_keep_alive=gateway.config.api.keep_alive_s,
         timeout_graceful_shutdown=int(STOP_GRACE_S),
         ssl_certfile=security.tls_cert or None,
         ssl_keyfile=security.tls_key or None,

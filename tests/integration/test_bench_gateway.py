@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.gateway.at_once import at_once_goals, at_once_rows, measure_at_once
+from benchmarks.gateway.backends import ScriptPace, engine_settings, write_model
 from benchmarks.gateway.turns import TurnPlan, measure_turns, turn_goals, turn_rows
 from paceline.local.patience import patient
 
@@ -97,6 +99,19 @@ def test_an_interrupted_bench_leaves_no_process() -> None:
     assert [
         one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
     ] == []
+
+
+async def test_a_run_of_sessions_at_once_ends_with_all_of_them_in_redis(
+    tmp_path: Path, left_over: Callable[[], list[str]]
+) -> None:
+    pace = ScriptPace(tokens=16, tokens_per_round=4, round_s=0.0)
+    files = (tmp_path, *write_model(tmp_path, engine_settings(pace)))
+    found = await measure_at_once([12, 40], 2, pace, files, ("sessions.limit=40",))
+    assert [one.scored for one in found] == [12, 40]
+    assert [one.talk.told["turns"] for one in found] == [24, 80]
+    assert [row["sessions"] for row in at_once_rows(found)] == [12, 40, 12, 40]
+    assert all(goal.met for goal in at_once_goals(found))
+    assert left_over() == []
 
 
 async def test_later_turns_find_all_that_was_computed_and_get_the_tokens_of_a_gateway_without_cache(

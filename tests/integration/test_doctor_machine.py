@@ -30,7 +30,7 @@ def doctor(
     command = [*words, f"run.dir={tmp_path / 'run'}", *free, *settings]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     files = min(files, hard) if hard > 0 else files
-    limit = f"import os, resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, ({files}, {hard})); "
+    limit = f"import os, resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, ({files}, {files})); "
     inner = [sys.executable, "-c", f"{limit}os.execv(sys.argv[1], sys.argv[1:])", *command]
     kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     done = subprocess.run(
@@ -77,7 +77,7 @@ def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -
         "sandbox": "warn",
     }
     assert f"port {port} is in use" in found["addresses.gateway"]["seen"]
-    assert "ulimit -n" in found["open files"]["advice"]
+    assert "raise the hard limit" in found["open files"]["advice"]
     assert "0700" in found["user directory"]["advice"]
     assert "does not answer" in found["redis_features"]["seen"]
     assert "secret" not in json.dumps(found)

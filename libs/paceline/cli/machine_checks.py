@@ -85,10 +85,10 @@ def _disk(directory: Path) -> Finding:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= soft < OPEN_FILES
-    seen = f"{'any number' if soft < 0 else soft} for a process"
-    advice = f"ulimit -n {min(OPEN_FILES, hard) if hard > 0 else OPEN_FILES}" if few else ""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the gateway takes all that it may
+    few = 0 <= hard < OPEN_FILES
+    seen = f"{'any number' if hard < 0 else hard} for a process"
+    advice = f"raise the hard limit, e.g. with LimitNOFILE, to {OPEN_FILES} or more" if few else ""
     return Finding("open files", "warn" if few else "ok", seen, advice)
 
 

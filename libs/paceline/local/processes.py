@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Iterable
@@ -92,6 +93,15 @@ def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     # of this process.
     own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: "", HEARTBEAT_VARIABLE: ""}
     return {**os.environ, **own, **(extra or {})}
+
+
+def open_many_files() -> int:
+    """Let this process open as many files as it may at all; returns how many. Each connection of an
+    agent is one.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 def signal_group(pid: int, number: int) -> bool:
