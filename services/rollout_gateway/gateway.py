@@ -128,6 +128,7 @@ class Gateway:
             config.queue.wait_s,
             config.reclaim_after_s,
             config.run.heartbeat_s,
+            config.spool and config.spool / "evidence.json",
         )
 
     async def start(self) -> None:

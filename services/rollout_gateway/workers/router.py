@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
@@ -45,9 +46,10 @@ class Router:
         wait_s: float,
         reclaim_after_s: float,
         heartbeat_s: float = LIMIT_S,
+        evidence: Path | None = None,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
-        after which `traffic` tells of it.
+        after which `traffic` tells of it; evidence: file that keeps what arms have shown.
         """
         self._config = config
         self._on_rows = on_rows
@@ -62,7 +64,7 @@ class Router:
         """Awaited before a worker gets requests: loads the committed versions."""
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
-        self.evidence = EvidenceExchange()
+        self.evidence = EvidenceExchange(evidence)
         self.probes = Probes(self._flush, self._deliver, self.abort)
 
     @property
