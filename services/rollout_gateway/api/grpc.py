@@ -229,7 +229,7 @@ class RolloutServicer(RolloutServiceServicer):
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,
-            f"gen-{uuid.uuid4().hex}",
+            gateway.shard.draw(lambda: f"gen-{uuid.uuid4().hex}"),
             forced_arm=request.forced_arm,
             size=size,
             kept=kept,

@@ -47,15 +47,17 @@ class Router:
         reclaim_after_s: float,
         heartbeat_s: float = LIMIT_S,
         evidence: Path | None = None,
+        first: int = 0,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
-        after which `traffic` tells of it; evidence: file that keeps what arms have shown.
+        after which `traffic` tells of it; evidence: file that keeps what arms have shown; first:
+        number of the first worker among all of the run.
         """
         self._config = config
         self._on_rows = on_rows
         self._on_discard = on_discard  # rows of a request whose next try gives them again
         self._seats = [Seat(index) for index in range(count)]
-        self._keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s)
+        self._keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s, first)
         self._flushing = False
         self._held = HeldRequests(wait_s)
         self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
