@@ -91,8 +91,8 @@ class Gateway:
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
-        first = place.first_worker if place else 0
-        self.router = self._make_router(first, rows_wanted=features is not None)
+        self.first_worker = place.first_worker if place else 0
+        self.router = self._make_router(rows_wanted=features is not None)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable, self.shard)
@@ -121,7 +121,7 @@ class Gateway:
         self.lending = Lending(self.router.loans, self.router.count, guard, lent)
         self.expiry = Expiry(self.lending)
 
-    def _make_router(self, first: int, *, rows_wanted: bool) -> Router:
+    def _make_router(self, *, rows_wanted: bool) -> Router:
         config, settings, rows = self.config, engine_settings(self.config), None
         if rows_wanted:
             layout = _row_layout(config, settings)
@@ -137,7 +137,7 @@ class Gateway:
             config.reclaim_after_s,
             config.run.heartbeat_s,
             self.state and self.state / "evidence.json",
-            first,
+            self.first_worker,
         )
 
     async def start(self) -> None:

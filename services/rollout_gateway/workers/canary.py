@@ -89,7 +89,8 @@ class Canary:
             return None
         failures: list[PacelineError] = []
         for process in self._order(processes):
-            about = {names.WORKER: process.index, names.SET_SEQ: versions.seq}
+            number = self._router.seats[process.index].number
+            about = {names.WORKER: number, names.SET_SEQ: versions.seq}
             try:
                 with span(names.WEIGHTS_CANARY, about):
                     failed = await self._judge(process, served, versions, commit)

@@ -88,12 +88,8 @@ class WorkerKeeper:
         seats: Sequence[Seat],
         routing: Routing,
         heartbeat_s: float,
-        first: int = 0,
     ) -> None:
-        """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted;
-        `first`: number of the first worker among all of the run.
-        """
-        self._first = first
+        """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted."""
         self._config = config
         self._settings = settings
         self._rows = rows
@@ -145,13 +141,12 @@ class WorkerKeeper:
         """A worker that serves the committed versions."""
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
-        place = self._first + seat.index
         spec = WorkerSpec(
             worker_index=seat.index,
-            place=place,
+            place=seat.number,
             kind=self._config.kind,
             threads=self._config.threads,
-            cores=(place,) if self._config.pin_cores else (),
+            cores=(seat.number,) if self._config.pin_cores else (),
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )

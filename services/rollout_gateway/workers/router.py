@@ -56,8 +56,8 @@ class Router:
         self._config = config
         self._on_rows = on_rows
         self._on_discard = on_discard  # rows of a request whose next try gives them again
-        self._seats = [Seat(index) for index in range(count)]
-        self._keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s, first)
+        self._seats = [Seat(index, first=first) for index in range(count)]
+        self._keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s)
         self._flushing = False
         self._held = HeldRequests(wait_s)
         self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
