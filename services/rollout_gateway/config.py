@@ -279,7 +279,7 @@ class GatewayConfig(ServiceConfig):
     replicas: int = Field(default=1, ge=1)
     """Processes that share the gateway's workers, sessions and tasks behind its addresses, on one
     host; with several a thin process in front of them holds the addresses and the spool. Each
-    needs a worker.
+    needs a worker, of which it lends out all but the last in open traffic.
     """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()

@@ -82,16 +82,16 @@ async def running(
     """A gateway inside the block, or a replica of one; gives its gRPC and HTTP ports."""
     gateway = Gateway(config, place)
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
+    rollouts = RolloutServicer(gateway, guard)
     if place is None:
         server = Server(config.addresses.gateway, config.security)
         weights = receiver(gateway.spool, guard, gateway.weights, config)
         server.add(add_weight_service, weights, SERVICE_NAME)
     else:
         server = Server(place.address, inside(config.security))
-        server.add(add_ReplicaServiceServicer_to_server, ReplicaServicer(gateway), REPLICA_SERVICE)
-    server.add(
-        add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE
-    )
+        inner = ReplicaServicer(gateway, rollouts.runs.open)
+        server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
+    server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway))
     await gateway.start()
     longest = gateway.router.ready.max_sequence_tokens

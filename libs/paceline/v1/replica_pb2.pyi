@@ -59,3 +59,29 @@ class HearEvidenceRequest(_message.Message):
 class HearEvidenceResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchGroupsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchGroupsResponse(_message.Message):
+    __slots__ = ("closed",)
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    closed: int
+    def __init__(self, closed: _Optional[int] = ...) -> None: ...
+
+class TakeGroupsRequest(_message.Message):
+    __slots__ = ("context", "most", "last")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    most: int
+    last: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., most: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class TakeGroupsResponse(_message.Message):
+    __slots__ = ("taken",)
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    taken: int
+    def __init__(self, taken: _Optional[int] = ...) -> None: ...

@@ -55,6 +55,16 @@ class ReplicaServiceStub:
                 request_serializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceResponse.FromString,
                 _registered_method=True)
+        self.WatchGroups = channel.unary_stream(
+                '/paceline.v1.ReplicaService/WatchGroups',
+                request_serializer=paceline_dot_v1_dot_replica__pb2.WatchGroupsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_replica__pb2.WatchGroupsResponse.FromString,
+                _registered_method=True)
+        self.TakeGroups = channel.unary_unary(
+                '/paceline.v1.ReplicaService/TakeGroups',
+                request_serializer=paceline_dot_v1_dot_replica__pb2.TakeGroupsRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_replica__pb2.TakeGroupsResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServiceServicer:
@@ -89,6 +99,20 @@ class ReplicaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchGroups(self, request, context):
+        """Says when groups that agents opened themselves have closed and wait for a step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeGroups(self, request, context):
+        """Gives a step the groups that wait here, those that closed first; its RunTasks call tells of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +135,16 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.HearEvidence,
                     request_deserializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceResponse.SerializeToString,
+            ),
+            'WatchGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchGroups,
+                    request_deserializer=paceline_dot_v1_dot_replica__pb2.WatchGroupsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_replica__pb2.WatchGroupsResponse.SerializeToString,
+            ),
+            'TakeGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeGroups,
+                    request_deserializer=paceline_dot_v1_dot_replica__pb2.TakeGroupsRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_replica__pb2.TakeGroupsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class ReplicaService:
             '/paceline.v1.ReplicaService/HearEvidence',
             paceline_dot_v1_dot_replica__pb2.HearEvidenceRequest.SerializeToString,
             paceline_dot_v1_dot_replica__pb2.HearEvidenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.ReplicaService/WatchGroups',
+            paceline_dot_v1_dot_replica__pb2.WatchGroupsRequest.SerializeToString,
+            paceline_dot_v1_dot_replica__pb2.WatchGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.ReplicaService/TakeGroups',
+            paceline_dot_v1_dot_replica__pb2.TakeGroupsRequest.SerializeToString,
+            paceline_dot_v1_dot_replica__pb2.TakeGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -15,16 +15,20 @@ Told = asyncio.Queue[tuple[int, Any] | asyncio.Task[None]]
 
 
 async def merged(
-    calls: Mapping[int, Any], *, endless: bool = False
+    calls: Mapping[int, Any],
+    *,
+    endless: bool = False,
+    beside: Iterable[asyncio.Task[None]] = (),
 ) -> AsyncGenerator[tuple[int, Any]]:
     """Messages of all calls as they come, each with the number of its call, until all have ended.
 
-    Raises the first failure, and Unavailable when one ends that is to be `endless`.
+    Raises the first failure, also of a task `beside` them, and Unavailable when one ends that is to
+    be `endless`.
     """
     told: Told = asyncio.Queue()
     readers = [asyncio.create_task(_read(number, call, told)) for number, call in calls.items()]
-    for reader in readers:
-        reader.add_done_callback(told.put_nowait)
+    for task in (*readers, *beside):
+        task.add_done_callback(told.put_nowait)
     left = len(readers)
     try:
         while left:
@@ -33,7 +37,7 @@ async def merged(
                 yield news
                 continue
             news.result()
-            left -= 1
+            left -= news in readers
             if endless:
                 raise Unavailable("a replica has ended its answer", seen="end of stream")
     finally:

@@ -25,8 +25,12 @@ class Shard:
     index: int = 0
     count: int = 1
 
+    def holds(self, name: str) -> bool:
+        """Whether a name is this replica's."""
+        return shard_of(name, self.count) == self.index
+
     def draw(self, make: Callable[[], str]) -> str:
         """The first of the names that `make` draws which is this replica's."""
-        while shard_of(name := make(), self.count) != self.index:
+        while not self.holds(name := make()):
             pass
         return name

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+import redis.asyncio
 from integration.gateway.commands import (
     commit,
     push,
@@ -24,6 +25,7 @@ from integration.gateway.commands import (
 )
 from integration.gateway.conftest import Served, ServeGateway
 from integration.gateway.http_agent import SLOW, claimed, opened, task_run, user
+from integration.gateway.test_open_traffic import closed_of, finished, samples_of, step_request
 
 from paceline.errors import ConfigError, InvalidInput, StaleEpoch, WeightsError
 from paceline.local.patience import patient
@@ -31,6 +33,7 @@ from paceline.rpc.progress import ask_progress
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.place import places
 from paceline.services.rollout_gateway.sessions.shard import shard_of
+from paceline.streams import Ledger
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
@@ -312,3 +315,53 @@ async def test_a_replica_begins_with_what_the_others_have_shown_of_their_arms(
         of_one = await explorations(served, 1, step=0)
         assert of_one >= 3, "one replica tries its arms"
         assert await explorations(served, 2, step=1) - of_one < 3, "the other one does not"
+
+
+async def test_steps_of_open_traffic_take_exactly_the_groups_that_closed_wherever_that_was(
+    twins: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str, model_dir: Path
+) -> None:
+    run = {"id": run_id, "dir": str(model_dir.parent / "run")}
+    redis_keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": run}
+    names = [f"g{number}" for number in range(7)]
+    assert {shard_of(name, 2) for name in names} == {0, 1}
+    async with twins(**redis_keys) as served:
+        async with task_run(served, step_request(served, 4, groups=5)) as first:
+            for name in names:
+                await finished(served, name, 1, [1.0])
+        assert len({name for name, _ in closed_of(first)}) == 5
+        assert len(samples_of(first)) == 5
+        async with task_run(served, step_request(served, 4, groups=5)) as again:
+            pass
+        assert sorted(closed_of(again)) == sorted(closed_of(first))
+        async with task_run(served, step_request(served, 5, groups=2)) as second:
+            pass
+        assert {name for name, _ in [*closed_of(first), *closed_of(second)]} == set(names)
+        assert (await Ledger(redis_client, run_id).count()).final == 7
+    async with (
+        twins(**redis_keys) as served,
+        task_run(served, step_request(served, 4, groups=5)) as after,
+    ):
+        pass
+    assert sorted(closed_of(after)) == sorted(closed_of(first))
+
+
+async def test_what_a_killed_replica_had_open_is_lost_and_told_of_and_nothing_of_the_other(
+    twins: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str, model_dir: Path
+) -> None:
+    run = {"id": run_id, "dir": str(model_dir.parent / "run")}
+    redis_keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": run}
+    async with twins(**redis_keys) as served:
+        agents = {shard_of(agent.id, 2): agent for agent in [await opened(served) for _ in "ab"]}
+        replica = served.fleet.replicas[1]
+        os.kill(served.fleet.pids["gateway-1"], signal.SIGKILL)
+        async with asyncio.timeout(patient(60)):
+            while replica.up.is_set():
+                await served.http.get("/health")
+            await replica.up.wait()
+        assert (await agents[0].show())["state"] == "open"
+        lost = (await served.http.get(f"/v1/sessions/{agents[1].id}")).json()
+        assert (lost["state"], lost["fail_reason"]) == ("failed", "infra")
+        refused = await agents[1].chat([user("2+2=")], status=409)
+        assert "infra" in refused["error"]["message"]
+        await agents[0].chat([user("2+2=")])
+        assert (await Ledger(redis_client, run_id).count()).final == 0
