@@ -49,6 +49,7 @@ class DialogueEngine:
 
     codec: TextCodec
     model = "dialogue"
+    first_worker = 0
     sessions: Sessions
     saying: Saying = Saying(())
     seen: list[tuple[int, ...]] = field(default_factory=list)  # prompts

@@ -4,7 +4,8 @@ the same scripted responses.
 Ours stands before its engine worker, LiteLLM before an HTTP server; both backends give the same
 tokens at the same pace and are called directly as well, which is what a front's latency is compared
 with. Load, fronts and backends are processes of their own; CPU time is that of the front alone.
-Then sessions held open, and turns of agents that find their prefix in the cache.
+Then sessions held open, turns of agents that find their prefix in the cache, and tasks through one
+gateway and several replicas.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.gateway.measure import (
     session_row,
     work_rows,
 )
+from benchmarks.gateway.tasks import TasksPlan, measure_tasks, task_rows
 from benchmarks.gateway.turns import TurnPlan, TurnRun, measure_turns, turn_goals, turn_rows
 from benchmarks.options import above_zero, counts, not_negative
 from benchmarks.processes import child
@@ -65,6 +67,7 @@ class GatewayPlan:
     turns: TurnPlan | None
     at_once: tuple[int, ...]
     at_once_turns: int
+    tasks: TasksPlan | None
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -89,6 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--turns", type=not_negative(int), default=6, help="of a growing dialogue; 0: none")
     option("--dialogues", type=int, default=8, help="such dialogues at once")
     option("--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn")
+    option("--replicas", type=counts, default=(1, 2), help="gateways that tasks pass through")
+    option(
+        "--tasks", type=not_negative(int), default=128, help="of a call, 4 samples each; 0: none"
+    )
     option("--litellm", action="store_true", help="beside LiteLLM's proxy, installed once")
     option("--litellm-python", type=Path, help="beside the LiteLLM of this interpreter")
     option("--set", action="append", default=[], metavar="KEY=VALUE", help="for our gateway")
@@ -116,10 +123,12 @@ async def run(options: argparse.Namespace) -> BenchResult:
         turns: Mapping[str, Sequence[TurnRun]] = (
             await measure_turns(plan.turns, folder) if plan.turns else {}
         )
+        ran = await measure_tasks(plan.tasks, folder, model, script) if plan.tasks else {}
 
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
     rows += [*at_once_rows(crowds), *turn_rows(turns)]
+    rows += task_rows(plan.tasks, ran) if plan.tasks else []
     pace = plan.pace
     title = (
         f"the front door, {pace.tokens} tokens, {pace.tokens_per_round} every "
@@ -190,6 +199,7 @@ async def plan_of(options: argparse.Namespace) -> GatewayPlan:
         turns=_turn_plan(options),
         at_once=options.at_once,
         at_once_turns=options.at_once_turns,
+        tasks=_tasks_plan(options),
     )
     return dataclasses.replace(plan, **_quick(plan)) if options.quick else plan
 
@@ -205,7 +215,14 @@ def _quick(plan: GatewayPlan) -> dict[str, Any]:
         "sessions": sessions,
         "hold_s": min(plan.hold_s, 1.0),
         "turns": turns,
+        "tasks": plan.tasks and dataclasses.replace(plan.tasks, tasks=8, repeats=2),
     }
+
+
+def _tasks_plan(options: argparse.Namespace) -> TasksPlan | None:
+    if not options.tasks:
+        return None
+    return TasksPlan(options.replicas, options.tasks, 4, options.tokens, 3 * options.repeats)
 
 
 def _turn_plan(options: argparse.Namespace) -> TurnPlan | None:

@@ -39,10 +39,12 @@ from paceline.services.rollout_gateway.features.publisher import (
     FeaturePublisher,
     Origin,
 )
+from paceline.services.rollout_gateway.place import ReplicaPlace
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sessions.agents import Agents
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
+from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.workers.expiry import Expiry
 from paceline.services.rollout_gateway.workers.generation import Generation
@@ -55,7 +57,7 @@ from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
-from paceline.weights import Spool
+from paceline.weights import SharedSpool, Spool
 
 STOP_GRACE_S = 10.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"
@@ -72,22 +74,28 @@ log = get_logger(__name__)
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, place: ReplicaPlace | None = None) -> None:
+        """`place`: of a replica, which shares the spool of its head."""
         self.config = config
+        self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
         )
-        self.spool = Spool(Path(spool), initial=_initial_versions(config))
+        kind = SharedSpool if place else Spool
+        self.spool = kind(Path(spool), initial=initial_versions(config))
+        self.state = Path(place.state) if place else config.spool
+        """Directory of what is remembered over a restart; None: nothing is."""
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
+        self.first_worker = place.first_worker if place else 0
         self.router = self._make_router(rows_wanted=features is not None)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
-        self.agents = Agents(config, self.outbox, durable)
+        self.agents = Agents(config, self.outbox, durable, self.shard)
         # One more than fits into each engine: it is there when a place comes free, and no round
         # runs short.
         self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
@@ -108,8 +116,8 @@ class Gateway:
         self.quarantined = Quarantined(self.router, config.engine.command_deadline_s)
         self.router.on_ready = self._equip
         self.router.loans.on_return = self.weights.take_memory
-        guard = EpochGuard(config.security, config.spool and config.spool / LENDING_EPOCHS)
-        lent = config.spool and config.spool / "lent.json"
+        guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)
+        lent = self.state and self.state / "lent.json"
         self.lending = Lending(self.router.loans, self.router.count, guard, lent)
         self.expiry = Expiry(self.lending)
 
@@ -128,6 +136,8 @@ class Gateway:
             config.queue.wait_s,
             config.reclaim_after_s,
             config.run.heartbeat_s,
+            self.state and self.state / "evidence.json",
+            self.first_worker,
         )
 
     async def start(self) -> None:
@@ -277,7 +287,7 @@ def _clients(
     return connect(config.redis.durable_url), connect(config.redis.features)
 
 
-def _initial_versions(config: GatewayConfig) -> dict[int, Path]:
+def initial_versions(config: GatewayConfig) -> dict[int, Path]:
     """Directories of the versions 0, where they have one."""
     drafter = Path(config.drafter)
     initial = {int(pb.WEIGHT_TARGET_POLICY): config.model_dir}

@@ -8,8 +8,10 @@ import gc
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
@@ -21,16 +23,26 @@ from paceline.services.rollout_gateway.api.grpc import RolloutServicer
 from paceline.services.rollout_gateway.api.http.app import build_app
 from paceline.services.rollout_gateway.api.http.bodies import most_bytes
 from paceline.services.rollout_gateway.api.http.protocol import BoundedProtocol
-from paceline.services.rollout_gateway.api.sglang_router import RouterEntry
+from paceline.services.rollout_gateway.api.replica import ReplicaServicer
+from paceline.services.rollout_gateway.api.sglang_router import listed
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.place import ReplicaPlace, inside
 from paceline.services.rollout_gateway.progress import progress
 from paceline.telemetry import get_logger
+from paceline.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
+from paceline.weights import (
+    SERVICE_NAME,
+    Spool,
+    WeightHooks,
+    WeightServicer,
+    add_weight_service,
+)
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
+REPLICA_SERVICE = "paceline.v1.ReplicaService"
 STOP_GRACE_S = 2.0
 START_DEADLINE_S = 10.0
 BACKLOG = 65_535
@@ -75,34 +87,39 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
-    """A gateway inside the block; gives its gRPC and HTTP ports."""
-    gateway = Gateway(config)
-    guard = EpochGuard(config.security, config.spool and config.spool / EPOCHS)
-    server = Server(config.addresses.gateway, config.security)
-    server.add(
-        add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE
-    )
-    weights = WeightServicer(
-        gateway.spool,
-        guard,
-        gateway.weights,
-        max_bytes=config.run.max_version_bytes,
-        handover=config.run.handover_dir("gateway") if config.spool else None,
-    )
-    server.add(add_weight_service, weights, SERVICE_NAME)
+async def running(
+    config: GatewayConfig, place: ReplicaPlace | None = None
+) -> AsyncIterator[tuple[int, int]]:
+    """A gateway inside the block, or a replica of one; gives its gRPC and HTTP ports."""
+    gateway = Gateway(config, place)
+    guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
+    rollouts = RolloutServicer(gateway, guard)
+    if place is None:
+        server = Server(config.addresses.gateway, config.security)
+        weights = receiver(gateway.spool, guard, gateway.weights, config)
+        server.add(add_weight_service, weights, SERVICE_NAME)
+    else:
+        server = Server(place.address, inside(config.security))
+        inner = ReplicaServicer(gateway, rollouts.runs.open)
+        server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
+    server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway))
     await gateway.start()
     longest = gateway.router.ready.max_sequence_tokens
     server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
     try:
-        http, http_task, http_port = await _start_http(gateway)
+        app = build_app(gateway, loopback=is_loopback(config.addresses.http))
+        socket_path = place.http_socket if place else ""
+        http, http_task, http_port = await start_http(app, config, socket_path)
         try:
             port = await server.start()
             gateway.expiry.start()
             with _collected_seldom():
                 log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
-                async with _listed(gateway, http_port):
+                if place is not None:  # the head is in the router's list, for all
+                    yield port, http_port
+                    return
+                async with listed(config, gateway.model, http_port):
                     yield port, http_port
         finally:
             gateway.agents.offers.stop()
@@ -112,20 +129,6 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
         await gateway.stop()
-
-
-@contextlib.asynccontextmanager
-async def _listed(gateway: Gateway, http_port: int) -> AsyncIterator[None]:
-    """In the list of an SGLang router inside the block, where there is one."""
-    if not gateway.config.engine.sglang.router:
-        yield
-        return
-    entry = RouterEntry(gateway.config, gateway.model, http_port)
-    entry.start()
-    try:
-        yield
-    finally:
-        await entry.stop()
 
 
 @contextlib.contextmanager
@@ -144,13 +147,33 @@ def _collected_seldom() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None], int]:
-    address = gateway.config.addresses.http
-    _check_reachable(gateway.config)
-    config = _http_config(gateway)
-    server = HttpServer(config)
+def receiver(
+    spool: Spool, guard: EpochGuard, hooks: WeightHooks, config: GatewayConfig
+) -> WeightServicer:
+    """The gateway's weight service."""
+    return WeightServicer(
+        spool,
+        guard,
+        hooks,
+        max_bytes=config.run.max_version_bytes,
+        handover=config.run.handover_dir("gateway") if config.spool else None,
+    )
+
+
+async def start_http(
+    app: ASGIApp, config: GatewayConfig, path: str = ""
+) -> tuple[HttpServer, asyncio.Task[None], int]:
+    """An HTTP server, its task and its port. `path`: of a unix socket, in the place of the HTTP
+    address, whose port is then 0.
+
+    Raises ConfigError where it cannot listen, or where others could use it unseen.
+    """
+    address = config.addresses.http
+    _check_reachable(config)
+    settings = _http_config(app, config, path)
+    server = HttpServer(settings)
     try:
-        sockets = [config.bind_socket()]
+        sockets = [_unix_socket(path) if path else settings.bind_socket()]
     except SystemExit as error:
         raise ConfigError(
             "cannot listen there: the port is in use or not ours",
@@ -167,7 +190,15 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
         cause = task.exception() if task.done() else None
         await cancel(task, listening)
         raise ConfigError("the HTTP server did not start", seen=address) from cause
-    return server, task, int(sockets[0].getsockname()[1])
+    return server, task, 0 if path else int(sockets[0].getsockname()[1])
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """A new one in the place of what a process before this one has left."""
+    Path(path).unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    return listening
 
 
 def _check_reachable(config: GatewayConfig) -> None:
@@ -182,11 +213,11 @@ def _check_reachable(config: GatewayConfig) -> None:
         )
 
 
-def _http_config(gateway: Gateway) -> uvicorn.Config:
-    address, security = gateway.config.addresses.http, gateway.config.security
-    host, _, port = address.rpartition(":")
+def _http_config(app: ASGIApp, config: GatewayConfig, path: str) -> uvicorn.Config:
+    host, _, port = config.addresses.http.rpartition(":")
+    security = inside(config.security) if path else config.security
     return uvicorn.Config(
-        build_app(gateway, loopback=is_loopback(address)),
+        app,
         host=host.strip("[]"),
         port=int(port),
         log_config=None,
@@ -194,7 +225,7 @@ def _http_config(gateway: Gateway) -> uvicorn.Config:
         lifespan="off",
         http=BoundedProtocol,
         backlog=BACKLOG,
-        timeout_keep_alive=gateway.config.api.keep_alive_s,
+        timeout_keep_alive=config.api.keep_alive_s,
         timeout_graceful_shutdown=int(STOP_GRACE_S),
         ssl_certfile=security.tls_cert or None,
         ssl_keyfile=security.tls_key or None,

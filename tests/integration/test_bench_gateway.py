@@ -73,14 +73,18 @@ def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(
     work = [row for row in facts["rows"] if row["section"] == "requests and their cost"]
     assert [row["load"] for row in work] == ["1 stream", "4 streams", "20/s"]
     assert all(row["right"] > 0 and row["wrong"] == row["failed"] == 0 for row in work)
-    held = facts["rows"][-1]
+    one, two = (row for row in facts["rows"] if row["section"] == "tasks through replicas")
+    assert (one["replicas"], two["replicas"]) == (1, 2)
+    assert one["samples a call"] == two["samples a call"] == 32
+    assert min(one["samples/s"], two["samples/s"]) > 0
+    (held,) = (row for row in facts["rows"] if row["section"] == "sessions held open")
     assert (held["answered right"], held["wrong"], held["failed"]) == (20, 0, 0)
     assert left_over() == []
 
 
 def test_an_interrupted_bench_leaves_no_process() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--seconds", "60", "--sessions", "0"],
+        [*COMMAND, "--seconds", "60", "--sessions", "0", "--tasks", "0"],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import uvloop
 from rich.console import Console
@@ -62,14 +62,39 @@ def run_service(
     config error, 3 when the run failed, 4 when memory or disk is full, 1 for any other error of
     Paceline, printed as one line on stderr.
     """
+
+    def run() -> int:
+        arguments = _arguments(name).parse_intermixed_args(argv)
+        if extra and not arguments.print_config:
+            require_extra(extra, name)
+        return _run(name, config_class, serve, arguments)
+
+    _leave(name, run)
+
+
+def run_part(name: str, config: C, serve: Serve[C]) -> None:
+    """Run a process that is part of a service, under its own name: it has no address of the run's
+    and no directory. Leaves the process as run_service does.
+    """
+
+    def run() -> int:
+        set_malloc_thresholds()
+        telemetry.setup(name, config.telemetry)
+        try:
+            stopped_by = uvloop.run(_serve_until_signal(config, serve))
+        finally:
+            telemetry.shutdown()
+        return 128 + stopped_by if stopped_by else EXIT_FINISHED
+
+    _leave(name, run)
+
+
+def _leave(name: str, run: Callable[[], int]) -> NoReturn:
     die_with_parent()
     answer_beats()
     keep_files_private()
     try:
-        arguments = _arguments(name).parse_intermixed_args(argv)
-        if extra and not arguments.print_config:
-            require_extra(extra, name)
-        code = _run(name, config_class, serve, arguments)
+        code = run()
     except (PacelineError, ExceptionGroup) as raised:
         error = _only_error(raised)
         Console(stderr=True, highlight=False, soft_wrap=True).print(

@@ -59,11 +59,15 @@ class OpenSessions:
     knows. `client` None keeps nothing.
     """
 
-    def __init__(self, client: redis.asyncio.Redis | None, run_id: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis | None, run_id: str, writer: str = "") -> None:
+        """`writer`: with what the marks of this one's processes begin, where several write at a
+        time; "" stands for all of them.
+        """
+        self._writer = writer
         self._client: Any = client
         self._run_id = run_id
         # of this process: what carries another one was left open by a former one
-        self._mark = uuid.uuid4().hex
+        self._mark = writer + uuid.uuid4().hex
         self._open = run_key(run_id, "sessions:open")
         self._lost = run_key(run_id, "sessions:lost")
         self._lost_keys = run_key(run_id, "sessions:lost:keys")
@@ -149,9 +153,9 @@ class OpenSessions:
         returns the records.
 
         A session of which the ledger knows a branch had ended and is only removed. Of the others
-        the ledger gets a note, not final, with reason "failed:infra". Needs the run for itself:
-        what another gateway that is alive has opened counts as lost too. Raises Unavailable while
-        Redis is away; a later call is as good.
+        the ledger gets a note, not final, with reason "failed:infra". Needs what its writer has
+        opened for itself: what another one that is alive has opened counts as lost too.
+        Raises Unavailable while Redis is away; a later call is as good.
         """
         if self._take is None:
             return []
@@ -164,7 +168,8 @@ class OpenSessions:
             run_key(self._run_id, "ledger:totals"),
             run_key(self._run_id, "ledger:steps"),
         ]
-        args = [self._mark, time.time(), LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
+        limits = [LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
+        args = [self._mark, time.time(), *limits, self._writer]
         with redis_errors(self._client, "take over lost sessions"):
             taken = await self._take(keys=keys, args=args)
         return [json.loads(record) for record in taken]

@@ -202,7 +202,8 @@ TAKE_LOST = (
     _NOTE
     + """
 -- KEYS: open sessions, ledger, lost sessions, their API keys, their times, totals, steps.
--- ARGV: mark of this process, now in s, seconds kept, sessions kept, branches looked at.
+-- ARGV: mark of this process, now in s, seconds kept, sessions kept, branches looked at, with what
+-- the marks begin that it takes from.
 -- Value of an open session: mark, hash of its API key, ledger record, record, a line each;
 -- a lost one lacks the third.
 -- Returns the records of what this process has taken: sessions of former ones of which the
@@ -231,7 +232,7 @@ for index = 1, #opened, 2 do
   local session, value = opened[index], opened[index + 1]
   local lines = '^([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)$'
   local mark, api_key, about, record = string.match(value, lines)
-  if mark ~= ARGV[1] then
+  if mark ~= ARGV[1] and string.sub(mark, 1, #ARGV[6]) == ARGV[6] then
     redis.call('HDEL', KEYS[1], session)
     if not known(session) then
       local told = cjson.decode(about)

@@ -39,7 +39,7 @@ class RolloutServicer(RolloutServiceServicer):
     def __init__(self, gateway: Gateway, guard: EpochGuard) -> None:
         self._gateway = gateway
         self._guard = guard
-        self._runs = TaskRuns(gateway)
+        self.runs = TaskRuns(gateway)
         self._run_calls = 0
 
     async def Generate(
@@ -143,7 +143,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context, Track.ROLLOUTS)
         await context.send_initial_metadata(())  # the call has its turn: the next may come
-        activity, news = self._gateway.activity, self._runs.run(request)
+        activity, news = self._gateway.activity, self.runs.run(request)
         activity.begins(f"runs the tasks of step {request.context.step}")
         self._run_calls += 1  # one that takes over may begin before the last one has ended
         try:
@@ -229,7 +229,7 @@ class RolloutServicer(RolloutServiceServicer):
         asked = Asked(
             Caller(sessions.get(request.session_id) if request.session_id else None),
             lambda room: request.sampling,
-            f"gen-{uuid.uuid4().hex}",
+            gateway.shard.draw(lambda: f"gen-{uuid.uuid4().hex}"),
             forced_arm=request.forced_arm,
             size=size,
             kept=kept,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -39,6 +41,20 @@ def own_url(config: GatewayConfig, port: int) -> str:
             allowed="a name or an address of this host",
         )
     return f"{'https' if config.security.tls_cert else 'http'}://{host}:{port}"
+
+
+@asynccontextmanager
+async def listed(config: GatewayConfig, model: str, port: int) -> AsyncIterator[None]:
+    """In the list of the settings' router inside the block, where there is one."""
+    if not config.engine.sglang.router:
+        yield
+        return
+    entry = RouterEntry(config, model, port)
+    entry.start()
+    try:
+        yield
+    finally:
+        await entry.stop()
 
 
 class RouterEntry:

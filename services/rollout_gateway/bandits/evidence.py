@@ -4,10 +4,15 @@ own. Owns no rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.trajectory import added
+
+POLICY_TRIALS = 64.0
+"""A position's evidence is worth at most this after a new policy."""
+LEAST = 1.0
+"""Trials, or rounds of cost, below which evidence that fades is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,32 @@ def combine(parts: Iterable[Evidence]) -> Evidence:
             key = (cost.arm, cost.batch_group)
             costs[key] = _averaged(costs[key], cost) if key in costs else cost
     return Evidence(tuple(drafts.values()), tuple(costs.values()))
+
+
+def bounded(evidence: Evidence, most: float) -> Evidence:
+    """The same chances, no position worth more than `most` trials."""
+
+    def cut(one: AcceptanceEvidence) -> AcceptanceEvidence:
+        scales = [min(1.0, most / trials) if trials > 0 else 1.0 for trials in one.trials]
+        return _scaled(one, scales)
+
+    return replace(evidence, acceptance=tuple(map(cut, evidence.acceptance)))
+
+
+def faded(evidence: Evidence, share: float) -> Evidence:
+    """Worth this share of what it was; what is then worth next to nothing is dropped."""
+    drafts = (_scaled(one, [share] * len(one.trials)) for one in evidence.acceptance)
+    costs = (replace(one, weight=share * one.weight) for one in evidence.costs)
+    return Evidence(
+        tuple(one for one in drafts if max(one.trials, default=0.0) >= LEAST),
+        tuple(one for one in costs if one.weight >= LEAST),
+    )
+
+
+def _scaled(one: AcceptanceEvidence, scales: Sequence[float]) -> AcceptanceEvidence:
+    accepted = tuple(scale * value for scale, value in zip(scales, one.accepted, strict=False))
+    trials = tuple(scale * value for scale, value in zip(scales, one.trials, strict=True))
+    return replace(one, accepted=accepted, trials=trials)
 
 
 def _added(first: AcceptanceEvidence, second: AcceptanceEvidence) -> AcceptanceEvidence:

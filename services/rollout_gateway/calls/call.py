@@ -84,6 +84,7 @@ class EngineAccess(Protocol):
 
     codec: TextCodec
     model: str  # what it is called
+    first_worker: int  # number of its first worker among all of the run
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         """Send the request to a worker."""
@@ -208,7 +209,8 @@ class Call:
     def _describe(self, current: Span, generation: Generation) -> None:
         current.set_attribute(names.GEN_AI_FINISH_REASONS, [self.finish])
         describe(current, generation)
-        STAGE_SPANS.show(current, generation.worker_index, generation.whole)
+        number = self.engine.first_worker + generation.worker_index
+        STAGE_SPANS.show(current, number, generation.whole)
 
     def _text(self, chunk: pb.TokenChunk) -> str:
         """What has become certain with a chunk. Stop strings count from min_tokens on."""

@@ -2,7 +2,8 @@
 them closed.
 
 Owns which groups a step has taken; a repeated call for the step is answered with the same ones.
-Nobody starts a sample here: agents come when they like.
+Nobody starts a sample here: agents come when they like. Of a gateway's replicas each has the groups
+whose names are its own, and takes those that the head gives the step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paceline.services.rollout_gateway.sessions.open_groups import OpenGroup
 from paceline.services.rollout_gateway.sessions.samples import restamped
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1.trajectory_pb2 import CommandContext
 
 STEPS_REMEMBERED = 4
 log = get_logger(__name__)
@@ -33,6 +35,12 @@ class _Taken:
 
     groups: dict[str, list[rpb.SampleFinished]] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    whole: bool = False  # the head has given it what it wants
+    given: asyncio.Event = field(default_factory=asyncio.Event)  # set when the head has
+
+    async def more(self) -> None:
+        """Returns once the head has given it something, or all, since the last time."""
+        await self.given.wait()
 
 
 class OpenRuns:
@@ -42,6 +50,7 @@ class OpenRuns:
         self._gateway = gateway
         self._steps: OrderedDict[tuple[str, int], _Taken] = OrderedDict()
         self._turns = StepTurns(gateway.agents.groups)
+        self._headed = gateway.shard.count > 1
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
         """Closed groups with their sessions as they are taken, then the totals."""
@@ -49,36 +58,52 @@ class OpenRuns:
         agents = gateway.agents
         agents.open_step, agents.captures = step, gateway.captures if request.capture else None
         totals = Totals((), (), gateway.router.count, asyncio.get_running_loop().time())
-        taken = await self._taken(request)
-        async with taken.turn:  # a caller that came back waits until the call before has let go
-            for group_id, samples in list(taken.groups.items()):
-                for news in totals.group(group_id, samples):
-                    yield news
-            async with (
-                IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
-                self._turns.taken(step) as turn,
-            ):
-                while len(taken.groups) < request.open_groups:
-                    await first_of(turn.comes(), idle.lent(), gateway.weights.damaged())
-                    while (worker := idle.pop()) is not None:
-                        yield rpb.RunTasksResponse(share=totals.share(worker))
-                    if (group := turn.pop()) is not None:
-                        samples = self._take(taken, group, step)
-                        for news in totals.group(group.group_id, samples):
-                            yield news
+        taken, told = await self._taken(request.context), 0
+        async with (
+            taken.turn,  # a caller that came back waits until the call before has let go
+            IdleWorkers(gateway.router, gateway.config.release_after_s) as idle,
+            self._turns.taken(step) as turn,
+        ):
+            while True:
+                taken.given.clear()
+                whole = taken.whole
+                while told < len(taken.groups):
+                    group_id, samples = [*taken.groups.items()][told]
+                    told += 1
+                    for news in totals.group(group_id, samples):
+                        yield news
+                if whole or (not self._headed and told >= request.open_groups):
+                    break
+                comes = taken.more() if self._headed else turn.comes()
+                await first_of(comes, idle.lent(), gateway.weights.damaged())
+                while (worker := idle.pop()) is not None:
+                    yield rpb.RunTasksResponse(share=totals.share(worker))
+                if not self._headed and (group := turn.pop()) is not None:
+                    self._take(taken, group, step)
 
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 
-    def _take(self, taken: _Taken, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
-        """The samples of a group that the step now has; none of one that earned nothing."""
+    async def give(self, context: CommandContext, most: int, *, last: bool) -> int:
+        """The head gives a step so many of the closed groups, and says whether these were the
+        `last`; returns how many groups of this replica the step has now.
+        """
+        taken, groups = await self._taken(context), self._gateway.agents.groups
+        wanted = len(taken.groups) + most
+        while len(taken.groups) < wanted and (group := groups.pop()) is not None:
+            self._take(taken, group, context.step)
+        taken.whole = last
+        taken.given.set()
+        return len(taken.groups)
+
+    def _take(self, taken: _Taken, group: OpenGroup, step: int) -> None:
+        """The step now has a group, unless it earned nothing."""
         samples = self._stamp(group, step)
-        if not group.scored:
-            log.info(
-                "a group closed without a reward", group=group.group_id, sessions=len(group.members)
-            )
-            return []
-        taken.groups[group.group_id] = samples
-        return samples
+        if group.scored:
+            taken.groups[group.group_id] = samples
+            return
+        log.info(
+            "a group closed without a reward", group=group.group_id, sessions=len(group.members)
+        )
 
     def _stamp(self, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
         """The group's samples go to the stream as those of this step."""
@@ -91,14 +116,15 @@ class OpenRuns:
             for member in group.members
         ]
 
-    async def _taken(self, request: rpb.RunTasksRequest) -> _Taken:
-        key = (request.context.run_id, request.context.step)
+    async def _taken(self, context: CommandContext) -> _Taken:
+        key = (context.run_id, context.step)
         taken = self._steps.get(key)
         if taken is None:
             before: dict[str, list[rpb.SampleFinished]] = defaultdict(list)
             for _, branches in sorted((await self._gateway.outbox.finals(*key)).items()):
                 sample = recorded_sample(branches, AGENT, finish="stop")
-                before[sample.group_id].append(sample)
+                if self._gateway.shard.holds(sample.group_id):
+                    before[sample.group_id].append(sample)
             taken = self._steps.setdefault(key, _Taken(before))
             if len(self._steps) > STEPS_REMEMBERED:
                 self._steps.popitem(last=False)

@@ -52,7 +52,7 @@ class TaskRuns:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._samples = SampleRuns(gateway)
-        self._open = OpenRuns(gateway)
+        self.open = OpenRuns(gateway)
         self._running: dict[str, asyncio.Task[rpb.SampleFinished]] = {}
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
 
@@ -65,7 +65,7 @@ class TaskRuns:
         """
         self._tell_claimers(request)
         if request.open_groups and not request.tasks:
-            async with aclosing(self._open.run(request)) as responses:
+            async with aclosing(self.open.run(request)) as responses:
                 async for response in responses:
                     yield response
             return

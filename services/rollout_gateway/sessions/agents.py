@@ -29,6 +29,7 @@ from paceline.services.rollout_gateway.sessions.open_groups import OpenGroups
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
 from paceline.services.rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
+from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.streams import NOTED, OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
@@ -46,18 +47,24 @@ class Agents:
     """All sessions of one gateway, with what they left behind until it is sent."""
 
     def __init__(
-        self, config: GatewayConfig, outbox: Outbox, client: redis.asyncio.Redis | None
+        self,
+        config: GatewayConfig,
+        outbox: Outbox,
+        client: redis.asyncio.Redis | None,
+        shard: Shard | None = None,
     ) -> None:
-        """`client`: the durable Redis; None keeps no records."""
+        """`client`: the durable Redis; None keeps no records. `shard`: of a replica."""
+        shard = shard or Shard()
         self._config = config
         self._outbox = outbox
-        self.sessions = Sessions(config.sessions)
+        self.sessions = Sessions(config.sessions, shard=shard)
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
         self.offers = TaskOffers(self.sessions.open, "" if config.trajectories else NO_RUN)
         self.open_step = 0  # RL step that agents' own groups are collected for
         # set while rows of their sessions are captured, by seed
         self.captures: Callable[[int], bool] | None = None
-        self._records = OpenSessions(client, config.run.id)
+        mine = f"{shard.index}/" if shard.count > 1 else ""
+        self._records = OpenSessions(client, config.run.id, mine)
         self._sweeper: asyncio.Task[None] | None = None
         # samples of an ended session that Redis does not have yet
         self._unsent: dict[str, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from paceline.errors import ResourceExhausted
@@ -61,6 +62,7 @@ class OpenGroups:
         self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._news = asyncio.Event()
+        self._listeners: set[asyncio.Event] = set()
 
     @property
     def gathering(self) -> int:
@@ -107,6 +109,22 @@ class OpenGroups:
             self._news.clear()
             await self._news.wait()
 
+    async def waiting(self) -> AsyncGenerator[int]:
+        """How many groups there are for `pop`: now, where there are some, and whenever another one
+        closes.
+        """
+        more = asyncio.Event()
+        self._listeners.add(more)
+        try:
+            if self._closed:
+                more.set()
+            while True:
+                await more.wait()
+                more.clear()
+                yield len(self._closed)
+        finally:
+            self._listeners.discard(more)
+
     def pop(self) -> OpenGroup | None:
         """The group that closed first; None when there is none now."""
         if not self._closed:
@@ -135,7 +153,8 @@ class OpenGroups:
         if group.alarm is not None:
             group.alarm.cancel()
         self._closed[group.group_id] = group
-        self._news.set()
+        for more in (self._news, *self._listeners):
+            more.set()
 
 
 def _size(member: Member) -> int:

@@ -23,6 +23,7 @@ from paceline.services.rollout_gateway.sessions.assignment import (
     SessionState,
 )
 from paceline.services.rollout_gateway.sessions.session import Session, ended_error
+from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.services.rollout_gateway.sessions.traces import SessionTrace
 from paceline.services.rollout_gateway.sessions.tree import Turn
 from paceline.services.rollout_gateway.sessions.view import session_json
@@ -64,8 +65,15 @@ class Ended:
 class Sessions:
     """Open sessions and the names of ended ones. Bounded in number; silent ones end by time-out."""
 
-    def __init__(self, config: SessionsConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SessionsConfig,
+        clock: Callable[[], float] = time.monotonic,
+        shard: Shard | None = None,
+    ) -> None:
+        """`shard`: whose names they get."""
         self._config = config
+        self._shard = shard or Shard()
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
@@ -96,8 +104,10 @@ class Sessions:
                 "too many sessions are open", seen=len(self._open), allowed=self._config.limit
             )
 
-        key = "" if assignment.implicit else KEY_PREFIX + secrets.token_hex(24)
-        session_id = session_id or uuid.uuid4().hex
+        draw, key = self._shard.draw, ""
+        if not assignment.implicit:
+            key = draw(lambda: KEY_PREFIX + secrets.token_hex(24))
+        session_id = session_id or draw(lambda: uuid.uuid4().hex)
         session = Session(
             session_id,
             assignment,

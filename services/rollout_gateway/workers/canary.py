@@ -29,6 +29,8 @@ from paceline.weights import Spool
 
 REFUSED = "CANARY"
 """Reason of the error of a set that a canary refused."""
+LOST = "CANARY_LOST"
+"""Reason of the error of a set that every worker which tried it was lost with."""
 FINITE_TOKENS = 4
 """Tokens of one prompt that show whether log-probs are finite."""
 LEAST_ACCEPTED = 8
@@ -78,17 +80,17 @@ class Canary:
         commit: Callable[[WorkerProcess], Awaitable[None]],
     ) -> WorkerProcess | None:
         """The one of `processes`, which no trainer has, that serves the set already and has passed;
-        None where the gateway has but one worker, where there is none to try it, or where canaries
-        are switched off.
+        None where there is none to try it, or where canaries are switched off.
 
         Raises WeightsError naming the check and the value when the set is refused, or when all
         workers died of it; what `commit` raises when it failed on all.
         """
-        if not self._config.enabled or self._router.count < 2 or not processes:
+        if not self._config.enabled or not processes:
             return None
         failures: list[PacelineError] = []
         for process in self._order(processes):
-            about = {names.WORKER: process.index, names.SET_SEQ: versions.seq}
+            number = self._router.seats[process.index].number
+            about = {names.WORKER: number, names.SET_SEQ: versions.seq}
             try:
                 with span(names.WEIGHTS_CANARY, about):
                     failed = await self._judge(process, served, versions, commit)
@@ -103,7 +105,7 @@ class Canary:
             raise WeightsError(
                 f"every engine worker that tried set {versions.seq} was lost",
                 seen=str(failures[0]),
-                reason=REFUSED,
+                reason=LOST,
             )
         raise failures[0]
 

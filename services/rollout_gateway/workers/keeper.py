@@ -143,9 +143,10 @@ class WorkerKeeper:
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
         spec = WorkerSpec(
             worker_index=seat.index,
+            place=seat.number,
             kind=self._config.kind,
             threads=self._config.threads,
-            cores=(seat.index,) if self._config.pin_cores else (),
+            cores=(seat.number,) if self._config.pin_cores else (),
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )

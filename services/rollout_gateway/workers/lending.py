@@ -65,6 +65,10 @@ class Loans:
         """Workers that have given their memory back."""
         return [seat.index for seat in self._seats if seat.lent]
 
+    def numbers(self, workers: Iterable[int]) -> list[int]:
+        """Of workers among all of the run, as spans have them."""
+        return [self._seats[index].number for index in workers]
+
     def keep(self, workers: Iterable[int]) -> None:
         """These give their memory back as soon as they start, and get no request."""
         for index in workers:
@@ -250,7 +254,8 @@ class Lending:
             self.epoch = context.epoch
             self._note({*self._loans.lent, *wanted}, outlasts_s)
             self._lent_for(outlasts_s)
-            about: Attributes = {names.WORKERS: wanted, names.EPOCH: context.epoch}
+            numbers = self._loans.numbers(wanted)
+            about: Attributes = {names.WORKERS: numbers, names.EPOCH: context.epoch}
             with span(names.WORKERS_RELEASE, about) as current:
                 freed = await asyncio.gather(
                     *(self._loans.lend(index, drain_s) for index in wanted)
@@ -267,7 +272,7 @@ class Lending:
             self.epoch = context.epoch
             with span(names.WORKERS_RESUME, {names.EPOCH: context.epoch}) as current:
                 back = await self._loans.take_back()
-                current.set_attribute(names.WORKERS, back)
+                current.set_attribute(names.WORKERS, self._loans.numbers(back))
             self._all_back()
         return back
 

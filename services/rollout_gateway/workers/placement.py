@@ -31,6 +31,7 @@ class Seat:
 
     index: int
     process: WorkerProcess | None = None  # None while it starts
+    first: int = 0  # number of this gateway's first worker among all of the run
     released: bool = False  # lent out, or about to be: gets no requests
     spare: bool = False  # released since nothing ran there; no trainer has asked for it yet
     lent: bool = False  # its process has given its memory back, or does so as soon as it starts
@@ -49,6 +50,11 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.activity = Activity(f"worker {self.index}")
+
+    @property
+    def number(self) -> int:
+        """Of its worker among all of the run, as spans have it."""
+        return self.first + self.index
 
     def add(self, generation: Generation) -> None:
         """Queue a request here."""
@@ -114,7 +120,7 @@ class Seat:
         if not self.live and self.idle_since_s is None:
             self.idle_since_s = time.monotonic()
             self.activity.begins("")
-            past_span(names.ENGINE_BUSY, {names.WORKER: self.index}, self._busy_since_ns)
+            past_span(names.ENGINE_BUSY, {names.WORKER: self.number}, self._busy_since_ns)
             self._tell()
 
     def _tell(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
@@ -45,14 +46,17 @@ class Router:
         wait_s: float,
         reclaim_after_s: float,
         heartbeat_s: float = LIMIT_S,
+        evidence: Path | None = None,
+        first: int = 0,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
-        after which `traffic` tells of it.
+        after which `traffic` tells of it; evidence: file that keeps what arms have shown; first:
+        number of the first worker among all of the run.
         """
         self._config = config
         self._on_rows = on_rows
         self._on_discard = on_discard  # rows of a request whose next try gives them again
-        self._seats = [Seat(index) for index in range(count)]
+        self._seats = [Seat(index, first=first) for index in range(count)]
         self._keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s)
         self._flushing = False
         self._held = HeldRequests(wait_s)
@@ -62,7 +66,7 @@ class Router:
         """Awaited before a worker gets requests: loads the committed versions."""
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
-        self.evidence = EvidenceExchange()
+        self.evidence = EvidenceExchange(evidence)
         self.probes = Probes(self._flush, self._deliver, self.abort)
 
     @property

@@ -104,9 +104,16 @@ class WorkerWeights:
                     ):  # a lost worker loads what is committed when it is back
                         raise answer
 
-    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
-        """Serve a set on every worker: on a canary first where there are two or more, then on all
-        others at once; a leased one is no canary.
+    async def on_commit(
+        self,
+        versions: VersionSet,
+        mode: int,
+        leased: Collection[int],
+        *,
+        judge: bool | None = None,
+    ) -> None:
+        """Serve a set on every worker: on a canary first, then on all others at once; a leased one
+        is no canary. `judge`: whether there is one; None: where there are two workers or more.
 
         Raises WeightsError when the canary refuses the set, and what the workers say when none
         could serve it; then nothing has changed.
@@ -118,12 +125,15 @@ class WorkerWeights:
         }
         with span(names.WEIGHTS_COMMIT, about):
             async with self._swap:
-                first = await self._canary.first(
-                    [one for one in self._router.processes() if one.index not in leased],
-                    self.versions,
-                    versions,
-                    lambda process: self._commit_one(process, versions, mode),
-                )
+                judged = self._router.count > 1 if judge is None else judge
+                first = None
+                if judged:
+                    first = await self._canary.first(
+                        [one for one in self._router.processes() if one.index not in leased],
+                        self.versions,
+                        versions,
+                        lambda process: self._commit_one(process, versions, mode),
+                    )
                 processes = [one for one in self._router.processes() if one is not first]
                 answers = await asyncio.gather(
                     *(self._commit_one(process, versions, mode) for process in processes),

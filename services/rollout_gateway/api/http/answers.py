@@ -40,8 +40,8 @@ class Answers(ABC, Generic[B]):
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         self.body = body
         self.size: int = request.state.body_bytes
-        self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self._gateway = gateway_of(request)
+        self.id = self._gateway.shard.draw(lambda: f"{self.prefix}{uuid.uuid4().hex}")
         self._caller = caller
         self._created = int(time.time())
 

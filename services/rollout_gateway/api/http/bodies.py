@@ -17,6 +17,7 @@ from starlette.requests import Request
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.api.http.keys import gateway_of
 from paceline.services.rollout_gateway.api.http.shapes import OpenShape
+from paceline.services.rollout_gateway.calls.aside import LargeRequests
 
 MAX_BODY_BYTES = 8 << 20
 LEAST_BODY_BYTES, TOKEN_BYTES = 1 << 20, 64
@@ -94,11 +95,12 @@ async def read(request: Request, kind: type[B]) -> B:
     Raises InvalidInput naming the first wrong field, when it is too large or slow, or no JSON by
     its type; ResourceExhausted when too many large ones are under way.
     """
-    raw = await _bytes(request)
+    gateway = gateway_of(request)
+    raw = await received(request, gateway.router.ready.max_sequence_tokens, gateway.aside)
     if raw:
         _check_type(request)
     request.state.body_bytes = len(raw)
-    body, ignored = await gateway_of(request).aside.run(len(raw), lambda: judged(kind, raw))
+    body, ignored = await gateway.aside.run(len(raw), lambda: judged(kind, raw))
     request.state.ignored = ignored
     request.state.spelled = getattr(body, "spelled", {})
     return body
@@ -155,9 +157,10 @@ def _check_type(request: Request) -> None:
         )
 
 
-async def _bytes(request: Request) -> bytes:
-    gateway = gateway_of(request)
-    longest, aside = gateway.router.ready.max_sequence_tokens, gateway.aside
+async def received(request: Request, longest: int, aside: LargeRequests) -> bytes:
+    """The bytes of a body for a model that reads `longest` tokens. Raises InvalidInput when it is
+    too large or slow, ResourceExhausted when too many large ones are under way.
+    """
     most = most_bytes(longest)
     outline, parts, size, held = Outline(longest), [], 0, 0
     try:

@@ -28,7 +28,7 @@ from paceline.services.rollout_gateway.bandits.cost_model.rows import (
     Floats,
     RowAcceptance,
 )
-from paceline.services.rollout_gateway.bandits.evidence import AcceptanceEvidence
+from paceline.services.rollout_gateway.bandits.evidence import POLICY_TRIALS, AcceptanceEvidence
 from paceline.speculators.shift import AcceptanceShift
 
 FIRST_CHANCE = 0.6  # of the first draft of a drafter that nothing is known of
@@ -41,7 +41,6 @@ OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
 SLACK = 1.02  # by which a window of trials may be exceeded before it is cut
 STALE_SHARE = 0.02  # rows since beliefs were made anew, as a share of the trials they rest on
 STALE_ROUNDS = 4  # after which they are made anew in any case
-POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
 
 
 @dataclass(frozen=True, slots=True)

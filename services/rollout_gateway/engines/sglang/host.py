@@ -201,7 +201,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
         settings = complete.model_dump(mode="json")
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
 
-    values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
+    values = arguments(complete, worker_index=worker.place, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
     tempfile.tempdir = str(folder)  # where this process names the sockets of SGLang's parts
     from sglang.srt.entrypoints.engine import Engine

@@ -19,6 +19,7 @@ class WorkerSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_index: int
+    place: int = 0  # its number among all workers of the run, which chooses core and GPU
     kind: str  # see paceline.services.rollout_gateway.engines.find_engine
     threads: int = 1
     cores: tuple[int, ...] = ()  # empty: not pinned

@@ -21,13 +21,10 @@ from paceline.services.rollout_gateway.bandits.base import (
     RowFacts,
     Situation,
 )
-from paceline.services.rollout_gateway.bandits.cost_model.acceptance import (
-    POLICY_TRIALS,
-    GroupAcceptance,
-)
+from paceline.services.rollout_gateway.bandits.cost_model.acceptance import GroupAcceptance
 from paceline.services.rollout_gateway.bandits.cost_model.bandit import CostModel
 from paceline.services.rollout_gateway.bandits.cost_model.positions import family_and_steps
-from paceline.services.rollout_gateway.bandits.evidence import combine
+from paceline.services.rollout_gateway.bandits.evidence import POLICY_TRIALS, combine
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 

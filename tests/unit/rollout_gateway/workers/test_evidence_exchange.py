@@ -4,18 +4,21 @@ new one all.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.messages import from_message, to_message
 from paceline.services.rollout_gateway.bandits.evidence import (
+    POLICY_TRIALS,
     AcceptanceEvidence,
     CostEvidence,
     Evidence,
     combine,
 )
-from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange
+from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange, told_by
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -105,11 +108,58 @@ def test_a_worker_that_did_not_answer_is_told_nothing_and_its_last_word_is_kept(
 def test_a_worker_that_starts_again_hears_all_of_its_set() -> None:
     exchange = EvidenceExchange()
     exchange.spread([Worker(0), Worker(1)], {0: health(5.0), 1: health(7.0)})
-    again, other = Worker(1), Worker(1)
+    again = Worker(1)
     exchange.teach(again, VersionSet(3, 3, 1))
-    exchange.teach(other, VersionSet(4, 4, 1))
     assert again.trials == [12.0]
-    assert not other.heard
+
+
+def test_what_a_process_that_is_gone_had_said_fades_as_its_successor_speaks() -> None:
+    exchange, workers = EvidenceExchange(), [Worker(0), Worker(1)]
+    exchange.spread(workers, {0: health(5.0), 1: health(8.0)})
+    exchange.teach(workers[1], VersionSet(3, 3, 1))
+    for trials, left in ((1.0, 4.0), (2.0, 2.0), (2.0, 2.0), (3.0, 1.0), (4.0, 0.0)):
+        exchange.spread(workers, {0: health(5.0), 1: health(trials)})
+        assert workers[0].trials == [trials + left]
+        assert workers[1].trials == [5.0 + left]
+
+
+def test_a_new_gateway_begins_with_what_the_one_before_has_shown(tmp_path: Path) -> None:
+    file = tmp_path / "evidence.json"
+    EvidenceExchange(file).spread([Worker(0), Worker(1)], {0: health(5.0), 1: health(7.0)})
+    worker = Worker(0)
+    EvidenceExchange(file).teach(worker, VersionSet(3, 3, 1))
+    assert worker.trials == [12.0]
+
+
+def test_evidence_of_a_former_policy_is_bounded_and_of_a_former_drafter_tried_anew(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "evidence.json"
+    EvidenceExchange(file).spread([], {0: health(1000.0)})
+    policy, drafter = Worker(0), Worker(1)
+    exchange = EvidenceExchange(file)
+    exchange.teach(policy, VersionSet(4, 4, 1))
+    exchange.teach(drafter, VersionSet(4, 3, 2))
+    assert policy.trials == [POLICY_TRIALS]
+    assert policy.heard[0].evidence.acceptance[0].accepted == [POLICY_TRIALS / 2]
+    assert not drafter.heard
+
+
+def test_a_damaged_file_of_evidence_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    file = tmp_path / "evidence.json"
+    for text in ("", "{", "[]", '{"told": 3}'):
+        file.write_text(text)
+        worker = Worker(0)
+        EvidenceExchange(file).teach(worker, VersionSet(3, 3, 1))
+        assert not worker.heard
+
+
+def test_evidence_from_elsewhere_takes_the_place_of_the_last() -> None:
+    exchange, worker = EvidenceExchange(), Worker(0)
+    for trials in (5.0, 7.0):
+        exchange.hear([told_by(health(trials)), told_by(health(100.0, seq=9))])
+        exchange.spread([worker], {0: health(1.0)})
+        assert worker.trials == [trials]
 
 
 def test_bandits_that_do_not_share_cause_no_messages() -> None:

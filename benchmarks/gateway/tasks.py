@@ -1,0 +1,128 @@
+"""Measures how many samples of tasks a second pass through one gateway and through several
+replicas: RunTasks over the scripted engine, whose tokens cost nothing, so that what counts is the
+gateway itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gateway.fronts import gateway_with
+from benchmarks.result import Row, paired_ratio, say
+from paceline.config import SecurityConfig
+from paceline.errors import InternalError
+from paceline.local.patience import patient
+from paceline.local.ports import free_port
+from paceline.rpc import channel, leased, responses, rpc_errors
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+
+SECTION = "tasks through replicas"
+RUN_ID = "bench"
+CALL_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class TasksPlan:
+    """What the options ask for."""
+
+    replicas: tuple[int, ...]  # gateways that are compared, by the number of theirs
+    tasks: int  # of a call
+    samples: int  # of a task
+    tokens: int  # of a response at most
+    repeats: int
+
+
+@asynccontextmanager
+async def _gateway(
+    plan: TasksPlan, replicas: int, folder: Path, model: Path, script: Path
+) -> AsyncIterator[Any]:
+    """The stub of a gateway; all have as many engine workers."""
+    port, name = free_port(), f"gateway-of-{replicas}"
+    own = {
+        "model": str(model),
+        "engine.kind": "scripted",
+        "engine.script": str(script),
+        "engine.workers": max(plan.replicas),
+        "engine.max_batch": plan.tasks * plan.samples,
+        "replicas": replicas,
+        "run.dir": str(folder / name),
+        "run.id": RUN_ID,
+    }
+    settings = (f"addresses.gateway=127.0.0.1:{port}",)
+    async with gateway_with(folder, name, own, settings):
+        connection = channel(f"127.0.0.1:{port}", SecurityConfig(token_env=""))
+        try:
+            yield RolloutServiceStub(connection)
+        finally:
+            await connection.close()
+
+
+async def measure_tasks(
+    plan: TasksPlan, folder: Path, model: Path, script: Path
+) -> dict[int, list[float]]:
+    """Samples a second by replicas, of calls that take turns."""
+    found: dict[int, list[float]] = {count: [] for count in plan.replicas}
+    steps = itertools.count()
+    async with AsyncExitStack() as stack:
+        stubs = {
+            count: await stack.enter_async_context(_gateway(plan, count, folder, model, script))
+            for count in plan.replicas
+        }
+        for stub in stubs.values():
+            await _timed(stub, plan, next(steps))
+        for number in range(plan.repeats):
+            say(f"tasks {number + 1} of {plan.repeats}")
+            for count, stub in stubs.items():
+                found[count].append(await _timed(stub, plan, next(steps)))
+    return found
+
+
+async def _timed(stub: Any, plan: TasksPlan, step: int) -> float:
+    """Samples a second of one call."""
+    request = rpb.RunTasksRequest(
+        context=leased(SecurityConfig(token_env=""), RUN_ID, step, 1),
+        purpose=tpb.PURPOSE_TRAIN,
+        tasks=[
+            rpb.TaskSpec(task_id=f"{task}", prompt=f"{task}=", group_id=f"{step}-{task}")
+            for task in range(plan.tasks)
+        ],
+        samples_per_task=plan.samples,
+        sampling=tpb.SamplingParams(temperature=1.0, max_tokens=plan.tokens),
+        environment="single_turn",
+        reward="math_answer",
+    )
+    began_s, ended = time.perf_counter(), 0
+    call = stub.RunTasks(request, timeout=patient(CALL_DEADLINE_S))
+    with rpc_errors():
+        async with aclosing(responses(call)) as news:
+            async for one in news:
+                ended += one.HasField("sample")
+    wanted = plan.tasks * plan.samples
+    if ended != wanted:
+        raise InternalError("samples were lost on their way", seen=ended, allowed=wanted)
+    return wanted / (time.perf_counter() - began_s)
+
+
+def task_rows(plan: TasksPlan, found: Mapping[int, Sequence[float]]) -> list[Row]:
+    """A row for each number of replicas, with the ratio to the first of them, call by call."""
+    first = found[plan.replicas[0]]
+    return [
+        {
+            "section": SECTION,
+            "replicas": count,
+            "samples/s": statistics.median(rates),
+            "of the first": str(paired_ratio(rates, first)) if rates is not first else "1",
+            "calls": len(rates),
+            "samples a call": plan.tasks * plan.samples,
+        }
+        for count, rates in found.items()
+    ]

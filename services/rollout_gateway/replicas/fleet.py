@@ -1,0 +1,175 @@
+"""Starts the replicas of a gateway, watches them and says which of them may be asked.
+
+A replica that dies is started again; before anybody asks it, it serves what the others serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from paceline.errors import PacelineError, Unavailable
+from paceline.local.launch import ChildEvent, Launch
+from paceline.local.news import tell_supervisor
+from paceline.local.patience import patient
+from paceline.local.processes import signal_group
+from paceline.local.supervisor import Supervisor
+from paceline.rpc import channel, rpc_errors, wait_healthy
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.place import ReplicaPlace, inside, write_place
+from paceline.telemetry import get_logger
+from paceline.v1.progress_pb2_grpc import ProgressServiceStub
+from paceline.v1.replica_pb2_grpc import ReplicaServiceStub
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+
+START_GRACE_S = 30.0
+"""Beyond the time that its engine workers have to be ready."""
+STOP_GRACE_S = 20.0
+MODULE = "paceline.services.rollout_gateway.replicas.process"
+T = TypeVar("T")
+log = get_logger(__name__)
+
+
+class Replica:
+    """One replica as its head sees it, over all its lives. Make it on the running event loop."""
+
+    def __init__(self, place: ReplicaPlace, config: GatewayConfig) -> None:
+        self.place = place
+        self._channel = channel(place.address, inside(config.security))
+        self.rollout: Any = RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.inner: Any = ReplicaServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.progress: Any = ProgressServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self.http = httpx.AsyncHTTPTransport(
+            uds=place.http_socket,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+        self.up = asyncio.Event()
+        """While it serves what the others serve."""
+
+    def require_up(self) -> None:
+        """Raises Unavailable while it starts."""
+        if not self.up.is_set():
+            raise Unavailable(f"{self.place.name} is starting again", seen=self.place.name)
+
+    async def ask(
+        self, method: Any, request: Any, deadline_s: float | None, *, starting: bool = False
+    ) -> Any:
+        """The answer of a call. Raises Unavailable while it starts, unless it is `starting` that
+        the call belongs to, and what it answers.
+        """
+        if not starting:
+            self.require_up()
+        with rpc_errors():
+            return await method(request, timeout=deadline_s)
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await self._channel.close()
+        await self.http.aclose()
+
+
+class ReplicaFleet:
+    """All replicas of one gateway: start, use, stop. On one event loop."""
+
+    def __init__(
+        self, config: GatewayConfig, places: Sequence[ReplicaPlace], spool: Path, files: Path
+    ) -> None:
+        """`files`: directory of what their processes start from, private to this user."""
+        self._config = config
+        self._spool, self._files = spool, files
+        self.replicas = [Replica(place, config) for place in places]
+        self.on_up: Callable[[Replica], Awaitable[None]] | None = None
+        """Awaited before a replica is asked anything: brings it to what the others serve."""
+        health_s = patient(config.engine.ready_deadline_s + START_GRACE_S)
+        self._supervisor = Supervisor(
+            [self._launch(replica) for replica in self.replicas],
+            Path(config.run.dir),
+            on_event=self._note,
+            health_s=health_s,
+            heartbeat_s=config.run.heartbeat_s,
+            hung_s=config.run.hung_s,
+        )
+        self._start_s = health_s
+
+    @property
+    def ready(self) -> list[Replica]:
+        """Those that may be asked."""
+        return [replica for replica in self.replicas if replica.up.is_set()]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id by a replica's name, of those that run."""
+        return self._supervisor.pids
+
+    def of_worker(self, worker: int) -> Replica | None:
+        """Whose a worker of the run is."""
+        return next((one for one in self.replicas if one.place.holds(worker)), None)
+
+    async def start(self) -> None:
+        """Returns when all serve. Raises what keeps one from it, in its last words."""
+        for replica in self.replicas:
+            write_place(self._file(replica), replica.place, self._config, self._spool)
+        await self._supervisor.start(self._start_s)
+
+    async def failed(self) -> None:
+        """Returns never; raises once a replica cannot be kept."""
+        await self._supervisor.wait_finished()
+        raise Unavailable("a replica of the gateway ended by itself")
+
+    def replace(self, replica: Replica) -> None:
+        """Ends one, which is started again."""
+        replica.up.clear()
+        if pid := self.pids.get(replica.place.name):
+            signal_group(pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Ends all."""
+        await self._supervisor.stop(STOP_GRACE_S)
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    def _file(self, replica: Replica) -> Path:
+        return self._files / f"{replica.place.name}.json"
+
+    def _launch(self, replica: Replica) -> Launch:
+        security = inside(self._config.security)
+
+        async def healthy(deadline_s: float) -> None:
+            await wait_healthy(replica.place.address, security, deadline_s)
+            if self.on_up is not None:
+                await self.on_up(replica)
+            replica.up.set()
+
+        command = (sys.executable, "-m", MODULE, str(self._file(replica)))
+        return Launch(replica.place.name, command, healthy)
+
+    def _note(self, event: ChildEvent) -> None:
+        replica = next(one for one in self.replicas if one.place.name == event.name)
+        if event.kind == "died":
+            replica.up.clear()
+        log.info("replica", replica=event.name, news=event.kind, detail=event.detail)
+        if event.kind in ("died", "impaired", "waits"):
+            tell_supervisor("impaired", f"{event.name} {event.kind}: {event.detail}")
+        elif event.kind in ("restarted", "recovered"):
+            tell_supervisor("recovered", f"{event.name} {event.kind} {event.detail}".rstrip())
+
+
+async def each(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their answers, in order, once all have ended; raises the first failure then."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def refused(answer: object) -> PacelineError | None:
+    """An answer that is a failure of another kind than being away."""
+    if isinstance(answer, PacelineError) and not isinstance(answer, Unavailable):
+        return answer
+    return None

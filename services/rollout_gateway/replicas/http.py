@@ -1,0 +1,248 @@
+"""The HTTP API of a head: reads whose a request is and passes it on, byte for byte, both ways.
+
+Keys, bodies and paths are judged by the replica; here only what has to be known to find it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+import httpx
+import orjson
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.errors import InternalError, PacelineError, Unavailable
+from paceline.services.rollout_gateway.api.http import bodies, errors
+from paceline.services.rollout_gateway.api.http.keys import CURRENT, api_key
+from paceline.services.rollout_gateway.api.http.sessions import MAX_WAIT_S
+from paceline.services.rollout_gateway.background import cancel
+from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway.replicas.claims import claim_in_turn
+from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet
+from paceline.services.rollout_gateway.replicas.pages import merged_metrics
+from paceline.services.rollout_gateway.replicas.routing import SessionRouting
+from paceline.telemetry import PROMETHEUS_TYPE, get_logger
+
+CONNECT_S = 5.0
+ALL_S = 10.0
+"""For what is asked of all replicas at once."""
+LONGEST = (bodies.MAX_BODY_BYTES - bodies.LEAST_BODY_BYTES) // bodies.TOKEN_BYTES
+"""Tokens that a body may be for, as far as its head knows; a replica knows what its model reads."""
+_ONE_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade")
+)
+_SESSION = re.compile(r"/v1/sessions/([^/]+)(/.*)?")
+_RESPONSE = re.compile(r"/v1/responses/([^/]+)")
+_SPEAKS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+log = get_logger(__name__)
+
+
+class HeadApp:
+    """The ASGI application."""
+
+    def __init__(self, fleet: ReplicaFleet, routing: SessionRouting, aside: LargeRequests) -> None:
+        self._fleet = fleet
+        self._routing = routing
+        self._aside = aside
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        try:
+            body = await bodies.received(request, LONGEST, self._aside)
+            answer = await self._answer(request, body)
+        except PacelineError as error:
+            answer = errors.answer(error, request)
+        except httpx.TransportError as error:  # the replica went away under it
+            lost = Unavailable("the replica of this request was lost", seen=type(error).__name__)
+            answer = errors.answer(lost, request)
+        except Exception as error:
+            log.error("a request failed", path=request.url.path, exc_info=error)
+            defect = InternalError("the gateway failed; its log says why")
+            answer = errors.answer(defect, request)
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request, body: bytes) -> Response:
+        path = request.url.path
+        if request.method == "GET" and path == "/health":
+            return await self._health(request)
+        if request.method == "GET" and path == "/metrics":
+            return await self._metrics(request)
+        if request.method == "POST" and path == "/v1/sessions" and _read(body).get("claim"):
+            return await self._claimed(request, _read(body))
+        where = self._where(request, path, body)
+        for replica in where[:-1]:
+            answer = await _passed_on(request, body, replica)
+            if answer.status_code != 404:
+                return answer
+            await answer.close()
+        return await _passed_on(request, body, where[-1])
+
+    def _where(self, request: Request, path: str, body: bytes) -> Sequence[Replica]:
+        """Where a request belongs; several where only they know."""
+        routing = self._routing
+        if (replica := routing.key(api_key(request))) is not None:
+            return [replica]
+        if (found := _SESSION.fullmatch(path)) and found[1] != CURRENT:
+            return routing.session(found[1])
+        if found := _RESPONSE.fullmatch(path):
+            return [routing.named(found[1])]
+        if request.method != "POST":
+            return [routing.next()]
+        fields = _read(body)
+        if path == "/v1/sessions":
+            return [routing.group(str(fields.get("group_id") or ""))]
+        if completion := fields.get("completion_id"):
+            return [routing.completion(str(completion))]
+        return [routing.conversation(fields) if path in _SPEAKS else routing.next()]
+
+    async def _claimed(self, request: Request, fields: Mapping[str, Any]) -> Response:
+        async def at(replica: Replica, wait_s: float) -> _PassedOn | None:
+            asked = orjson.dumps({**fields, "wait_s": wait_s})
+            answer = await _passed_on(request, asked, replica)
+            if answer.status_code == 204:
+                await answer.close()
+                return None
+            return answer
+
+        wait_s = fields.get("wait_s", 0.0)
+        if not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
+            return await _passed_on(request, orjson.dumps(fields), self._routing.next())
+        claimed = await claim_in_turn(self._routing, wait_s, at, lambda error: False)
+        return claimed or Response(status_code=204)
+
+    async def _health(self, request: Request) -> Response:
+        """Of all replicas: 200 while one worker of one serves."""
+        pages = [orjson.loads(page) for _, page in await self._all(request)]
+        workers = sum(page["workers"] for page in pages)
+        model = next((page["model"] for page in pages), "")
+        body = {"status": "ok" if workers else "starting", "model": model, "workers": workers}
+        return JSONResponse(body, status_code=200 if workers else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        """Those of all replicas, each under its number; the first that refuses is the answer."""
+        first = await _passed_on(request, b"", self._routing.next())
+        if first.status_code != 200:
+            return first
+        await first.close()
+        pages = {str(one.place.shard.index): page for one, page in await self._all(request)}
+        return Response(merged_metrics(pages), media_type=PROMETHEUS_TYPE)
+
+    async def _all(self, request: Request) -> list[tuple[Replica, bytes]]:
+        """What every replica that is there answers, whole."""
+        ready = self._fleet.ready
+        answers = await asyncio.gather(
+            *(_whole(request, replica) for replica in ready), return_exceptions=True
+        )
+        found: list[tuple[Replica, bytes]] = []
+        for replica, answer in zip(ready, answers, strict=True):
+            if isinstance(answer, bytes):
+                found.append((replica, answer))
+            elif not isinstance(answer, httpx.TransportError | TimeoutError | Unavailable):
+                raise answer
+        return found
+
+
+class _PassedOn(Response):
+    """A replica's answer on its way to the client; the replica hears when that goes away."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self.status_code, self.background, self.body = answer.status_code, None, b""
+        self.raw_headers = [
+            (key.lower(), value) for key, value in answer.headers.raw if key.lower() not in _ONE_HOP
+        ]
+        self._answer = answer
+
+    async def close(self) -> None:
+        """Nobody wants it."""
+        await self._answer.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.current_task()
+        assert sending is not None
+        gone = asyncio.create_task(_cancel_when_gone(receive, sending))
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        try:
+            await send({"type": "http.response.start", **head})
+            async with aclosing(self._parts()) as parts:
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+            sending.uncancel()
+        finally:
+            await cancel(gone)
+            await self._answer.aclose()
+
+    async def _parts(self) -> AsyncGenerator[bytes]:
+        async for part in self._answer.aiter_raw():
+            yield part
+
+
+async def _cancel_when_gone(receive: Receive, sending: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    sending.cancel()
+
+
+async def _passed_on(request: Request, body: bytes, replica: Replica) -> _PassedOn:
+    """The answer of a replica, whose body is still to come. Raises Unavailable while it starts,
+    or when the client goes away; httpx.TransportError when the replica does.
+    """
+    replica.require_up()
+    work = asyncio.ensure_future(replica.http.handle_async_request(_copy(request, body)))
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Unavailable("the client went away")
+        return _PassedOn(work.result())
+    finally:
+        await cancel(gone)
+        if not work.done():
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+
+def _copy(request: Request, body: bytes) -> httpx.Request:
+    scope = request.scope
+    headers = [
+        (key, value)
+        for key, value in scope["headers"]
+        if key not in _ONE_HOP and key != b"content-length"
+    ]
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    timeout = {"connect": CONNECT_S, "read": None, "write": None, "pool": None}
+    return httpx.Request(
+        request.method,
+        httpx.URL(scheme="http", host="gateway", raw_path=target),
+        headers=headers,
+        content=body,
+        extensions={"timeout": timeout},
+    )
+
+
+async def _whole(request: Request, replica: Replica) -> bytes:
+    replica.require_up()
+    async with asyncio.timeout(ALL_S):
+        answer = await replica.http.handle_async_request(_copy(request, b""))
+        return await answer.aread()
+
+
+def _read(body: bytes) -> Mapping[str, Any]:
+    """The fields of a body; none of what is no JSON object, which the replica refuses."""
+    try:
+        found = orjson.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

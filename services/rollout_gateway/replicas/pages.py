@@ -1,0 +1,31 @@
+"""Joins the metrics pages of several processes, a label telling them apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+LABEL = "replica"
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?P<labels>.*)\})? (?P<value>.+)")
+
+
+def merged_metrics(pages: Mapping[str, bytes]) -> str:
+    """One page in Prometheus's text format: the families of all pages, each described once, every
+    sample with the name of its page as LABEL.
+    """
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for page_name, page in pages.items():
+        family, known = "", frozenset(heads)
+        for line in page.decode().splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                if family not in known:
+                    heads.setdefault(family, []).append(line)
+                samples.setdefault(family, [])
+            elif found := _SAMPLE.fullmatch(line):
+                labels = ",".join(filter(None, (found["labels"], f'{LABEL}="{page_name}"')))
+                labelled = f"{found['name']}{{{labels}}} {found['value']}"
+                samples.setdefault(family, []).append(labelled)
+    lines = [line for family in samples for line in (*heads.get(family, ()), *samples[family])]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,125 @@
+"""The gateway's process: the gateway itself, or with `gateway.replicas` the head of several.
+
+Owns the order of start and stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.local.process_directory import process_directory
+from paceline.local.processes import open_many_files
+from paceline.local.tokens import example_call
+from paceline.rpc import EPOCHS, EpochGuard, Server
+from paceline.rpc.progress import add_progress
+from paceline.services.rollout_gateway import server as alone
+from paceline.services.rollout_gateway.api.sglang_router import listed
+from paceline.services.rollout_gateway.background import first_of
+from paceline.services.rollout_gateway.calls.aside import LargeRequests
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.gateway import initial_versions
+from paceline.services.rollout_gateway.place import places
+from paceline.services.rollout_gateway.replicas.fleet import ReplicaFleet
+from paceline.services.rollout_gateway.replicas.http import HeadApp
+from paceline.services.rollout_gateway.replicas.rollouts import HeadServicer
+from paceline.services.rollout_gateway.replicas.routing import SessionRouting
+from paceline.services.rollout_gateway.replicas.weights import ReplicaWeights
+from paceline.streams import OpenSessions, connect
+from paceline.telemetry import get_logger
+from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, Spool, add_weight_service
+
+log = get_logger(__name__)
+
+
+async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set and close everything.
+
+    Raises ConfigError for settings that cannot work, Unavailable when a replica cannot be kept.
+    """
+    open_many_files()
+    async with running(config) as head:
+        sys.stdout.write(f"{example_call(config, head.http_port)}\n")
+        sys.stdout.flush()
+        await first_of(head.failed(), _set(stop))
+
+
+class Head:
+    """What a running gateway is, in one process or several."""
+
+    def __init__(self, grpc_port: int, http_port: int, fleet: ReplicaFleet | None = None) -> None:
+        self.grpc_port, self.http_port, self.fleet = grpc_port, http_port, fleet
+
+    async def failed(self) -> None:
+        """Raises once a replica cannot be kept; never returns."""
+        if self.fleet is not None:
+            await self.fleet.failed()
+        await asyncio.get_running_loop().create_future()
+
+
+@asynccontextmanager
+async def running(config: GatewayConfig) -> AsyncIterator[Head]:
+    """A gateway inside the block."""
+    if config.replicas == 1:
+        async with alone.running(config) as (grpc_port, http_port):
+            yield Head(grpc_port, http_port)
+        return
+    async with AsyncExitStack() as stack:
+        yield await _begin(config, stack)
+
+
+async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
+    _ = config.model_dir  # refused before anything starts
+    files = Path(
+        stack.enter_context(tempfile.TemporaryDirectory(prefix="r-", dir=process_directory()))
+    )
+    directory = config.spool or files / "spool"
+    spool = Spool(directory, initial=initial_versions(config))
+    fleet = ReplicaFleet(config, places(config, directory, files), directory, files)
+    weights = ReplicaWeights(fleet, spool)
+    routing, aside = SessionRouting(fleet), LargeRequests()
+    stack.callback(aside.stop)
+    guard = EpochGuard(config.security, config.spool and config.spool / EPOCHS)
+    servicer = HeadServicer(fleet, weights, routing, guard)
+    server = Server(config.addresses.gateway, config.security)
+    server.add(add_RolloutServiceServicer_to_server, servicer, alone.ROLLOUT_SERVICE)
+    received = alone.receiver(spool, guard, weights, config)
+    server.add(add_weight_service, received, SERVICE_NAME)
+    add_progress(server, servicer.progress)
+    await _take_lost(config)
+    stack.push_async_callback(fleet.stop)
+    await fleet.start()
+    http, task, http_port = await alone.start_http(HeadApp(fleet, routing, aside), config)
+    stack.push_async_callback(_stop, server, http, task)
+    port = await server.start()
+    await stack.enter_async_context(listed(config, config.model_dir.resolve().name, http_port))
+    log.info("gateway serves", replicas=config.replicas, grpc_port=port, http_port=http_port)
+    return Head(port, http_port, fleet)
+
+
+async def _stop(server: Server, http: alone.HttpServer, task: asyncio.Task[None]) -> None:
+    http.should_exit = True
+    await asyncio.gather(server.stop(alone.STOP_GRACE_S), task)
+
+
+async def _take_lost(config: GatewayConfig) -> None:
+    """What a gateway before this one left open is lost, however many replicas that had."""
+    if not config.trajectories:
+        return
+    client = connect(config.redis.durable_url)
+    try:
+        await OpenSessions(client, config.run.id).take_lost()
+    except PacelineError as error:
+        log.warning("open sessions of a former gateway are not known yet", error=str(error))
+    finally:
+        await client.aclose()
+
+
+async def _set(stop: asyncio.Event) -> None:
+    await stop.wait()

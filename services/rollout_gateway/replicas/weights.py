@@ -1,0 +1,185 @@
+"""Brings versions of weights to the replicas. Their bytes came once: all load them from one spool.
+
+A set serves on all replicas or on none: one that refuses has it taken back on those before it. One
+that is away gets the serving set when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from pathlib import Path
+
+from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable, WeightsError
+from paceline.messages import versions_to_proto
+from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet, each, refused
+from paceline.services.rollout_gateway.workers.canary import LOST
+from paceline.telemetry import get_logger
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as epb
+from paceline.v1 import replica_pb2 as pb
+from paceline.weights import Spool
+from paceline.weights.push import COMMAND_DEADLINE_S, push_deadline_s
+
+log = get_logger(__name__)
+
+
+class ReplicaWeights:
+    """WeightHooks of a head."""
+
+    def __init__(self, fleet: ReplicaFleet, spool: Spool) -> None:
+        self._fleet = fleet
+        self._spool = spool
+        self._swap = asyncio.Lock()  # a replica that starts never sees half a commit
+        self.versions = spool.serving or VersionSet()
+        fleet.on_up = self.bring
+
+    async def bring(self, replica: Replica) -> None:
+        """A replica that has started serves what the others serve."""
+        async with self._swap:
+            mode = epb.PAUSE_MODE_IN_PLACE
+            await self._serve(replica, self.versions, mode, (), judge=False, starting=True)
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        """Load a version beside the serving one on every replica; the first failure fails the
+        push.
+        """
+        request = pb.LoadVersionRequest(target=target, version=version, path=str(path))  # type: ignore[arg-type]
+        manifest = self._spool.manifest(target, version)
+        deadline_s = push_deadline_s(manifest.total_bytes if manifest else 0)
+        async with self._swap:
+            answers = await asyncio.gather(
+                *(one.ask(one.inner.LoadVersion, request, deadline_s) for one in self._there),
+                return_exceptions=True,
+            )
+        self._check(answers)
+
+    async def on_commit(self, versions: VersionSet, mode: int, leased: Collection[int]) -> None:
+        """Serve a set on every replica: on one first, whose worker judges it, then on the others at
+        once.
+
+        Raises what the first one that refuses says; then all serve what they served before.
+        """
+        async with self._swap:
+            there = self._canaries(leased)
+            try:
+                first = await self._judged(there, versions, mode, leased)
+                others = [one for one in there if one is not first]
+                answers = await asyncio.gather(
+                    *(self._serve(one, versions, mode, leased, judge=False) for one in others),
+                    return_exceptions=True,
+                )
+                self._check(answers)
+            except PacelineError:
+                await self._take_back(there)
+                raise
+            self.versions = versions
+
+    async def on_abort(self, target: int, version: int) -> None:
+        """Forget a prepared version."""
+        request = pb.ForgetVersionRequest(target=target, version=version)  # type: ignore[arg-type]
+        async with self._swap:
+            await each(
+                [
+                    one.ask(one.inner.ForgetVersion, request, COMMAND_DEADLINE_S)
+                    for one in self._there
+                ]
+            )
+
+    async def look_for_damage(self) -> None:
+        """Look at the serving set's files, so that GetVersions tells of what a replica has found
+        damaged.
+        """
+        for target, version in (
+            (epb.WEIGHT_TARGET_POLICY, self.versions.policy),
+            (epb.WEIGHT_TARGET_DRAFTER, self.versions.drafter),
+        ):
+            try:
+                await asyncio.to_thread(self._spool.check, target, version)
+            except DataLoss as error:
+                log.error("what serves is damaged", error=str(error))
+
+    @property
+    def _there(self) -> list[Replica]:
+        """Raises Unavailable when no replica is."""
+        if not (there := self._fleet.ready):
+            raise Unavailable("every replica of the gateway is starting again")
+        return there
+
+    def _canaries(self, leased: Collection[int]) -> list[Replica]:
+        """Those that are there, one first that has a worker which no trainer has."""
+
+        def all_leased(replica: Replica) -> bool:
+            place = replica.place
+            return place.workers == sum(map(place.holds, leased))
+
+        return sorted(self._there, key=all_leased)
+
+    async def _judged(
+        self, there: list[Replica], versions: VersionSet, mode: int, leased: Collection[int]
+    ) -> Replica:
+        """The replica that serves the set first. Where its workers were lost under the trial the
+        next one tries it; raises what it says when it refuses, or when there is none left.
+        """
+        *before, last = there
+        for replica in before:
+            try:
+                await self._serve(replica, versions, mode, leased, judge=True)
+                return replica
+            except WeightsError as error:
+                if error.reason != LOST:
+                    raise
+                log.warning("no verdict of a replica", name=replica.place.name, error=str(error))
+        await self._serve(last, versions, mode, leased, judge=True)
+        return last
+
+    async def _serve(
+        self,
+        replica: Replica,
+        versions: VersionSet,
+        mode: int,
+        leased: Collection[int],
+        *,
+        judge: bool,
+        starting: bool = False,
+    ) -> None:
+        place = replica.place
+        request = pb.ServeSetRequest(
+            versions=versions_to_proto(versions),
+            mode=mode,  # type: ignore[arg-type]
+            leased_workers=[
+                worker - place.first_worker for worker in leased if place.holds(worker)
+            ],
+            judge=judge,
+        )
+        serve = replica.inner.ServeSet
+        try:
+            await replica.ask(serve, request, COMMAND_DEADLINE_S, starting=starting)
+        except DeadlineExceeded as error:  # nobody knows what it serves
+            self._fleet.replace(replica)
+            raise Unavailable(f"{replica.place.name} is replaced: {error}") from error
+
+    async def _take_back(self, tried: list[Replica]) -> None:
+        """These serve what served before. One that cannot is ended: it loads that when it
+        starts.
+        """
+        mode = epb.PAUSE_MODE_IN_PLACE
+        for replica in tried:
+            try:
+                await self._serve(replica, self.versions, mode, (), judge=False)
+            except Unavailable:
+                continue  # it is away, and comes back with it
+            except PacelineError as error:
+                log.error("a set cannot be taken back", error=str(error), name=replica.place.name)
+                self._fleet.replace(replica)
+
+    def _check(self, answers: Collection[object]) -> None:
+        """Raises what was refused, and Unavailable where nobody has answered."""
+        away = [one for one in answers if isinstance(one, Unavailable)]
+        for answer in answers:
+            if (error := refused(answer)) is not None:
+                raise error
+            if isinstance(answer, BaseException) and answer not in away:
+                raise answer
+        if away and len(away) == len(answers):
+            raise away[0]
