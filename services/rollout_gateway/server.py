@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from starlette.types import ASGIApp
 
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
-from paceline.local.processes import open_many_files
-from paceline.local.tokens import example_call
 from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
 from paceline.rpc.progress import add_progress
 from paceline.services.rollout_gateway.api.grpc import RolloutServicer
@@ -72,18 +69,6 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
-
-
-async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set and close everything.
-
-    Raises ConfigError for settings that cannot work.
-    """
-    open_many_files()
-    async with running(config) as (_, port):
-        sys.stdout.write(f"{example_call(config, port)}\n")
-        sys.stdout.flush()
-        await stop.wait()
 
 
 @contextlib.asynccontextmanager
