@@ -12,17 +12,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
-
 from paceline.errors import PacelineError, Unavailable
 from paceline.local.launch import ChildEvent, Launch
 from paceline.local.news import tell_supervisor
 from paceline.local.patience import patient
 from paceline.local.processes import signal_group
 from paceline.local.supervisor import Supervisor
-from paceline.rpc import channel, rpc_errors, wait_healthy
+from paceline.rpc import channel, rpc_errors, wait_healthy, wait_ready
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.place import ReplicaPlace, inside, write_place
+from paceline.services.rollout_gateway.replicas.passage import Passage
 from paceline.telemetry import get_logger
 from paceline.v1.progress_pb2_grpc import ProgressServiceStub
 from paceline.v1.replica_pb2_grpc import ReplicaServiceStub
@@ -41,14 +40,11 @@ class Replica:
 
     def __init__(self, place: ReplicaPlace, config: GatewayConfig) -> None:
         self.place = place
-        self._channel = channel(place.address, inside(config.security))
-        self.rollout: Any = RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.inner: Any = ReplicaServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.progress: Any = ProgressServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self.http = httpx.AsyncHTTPTransport(
-            uds=place.http_socket,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )
+        self.channel = channel(place.address, inside(config.security))
+        self.rollout: Any = RolloutServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.inner: Any = ReplicaServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.progress: Any = ProgressServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.http = Passage(place.http_socket)
         self.up = asyncio.Event()
         """While it serves what the others serve."""
 
@@ -70,8 +66,8 @@ class Replica:
 
     async def close(self) -> None:
         """Ends its connections."""
-        await self._channel.close()
-        await self.http.aclose()
+        await self.channel.close()
+        self.http.close()
 
 
 class ReplicaFleet:
@@ -141,6 +137,7 @@ class ReplicaFleet:
 
         async def healthy(deadline_s: float) -> None:
             await wait_healthy(replica.place.address, security, deadline_s)
+            await wait_ready(replica.channel, deadline_s)
             if self.on_up is not None:
                 await self.on_up(replica)
             replica.up.set()

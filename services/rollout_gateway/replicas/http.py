@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
-import httpx
 import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,15 +20,16 @@ from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.services.rollout_gateway.api.http import bodies, errors
 from paceline.services.rollout_gateway.api.http.keys import CURRENT, api_key
 from paceline.services.rollout_gateway.api.http.sessions import MAX_WAIT_S
+from paceline.services.rollout_gateway.api.http.streaming import unless_gone
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.calls.aside import LargeRequests
 from paceline.services.rollout_gateway.replicas.claims import claim_in_turn
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet
 from paceline.services.rollout_gateway.replicas.pages import merged_metrics
+from paceline.services.rollout_gateway.replicas.passage import Passage, ReplicaAnswer
 from paceline.services.rollout_gateway.replicas.routing import SessionRouting
-from paceline.telemetry import PROMETHEUS_TYPE, get_logger
+from paceline.telemetry import PROMETHEUS_TYPE, get_logger, prometheus_page
 
-CONNECT_S = 5.0
 ALL_S = 10.0
 """For what is asked of all replicas at once."""
 LONGEST = (bodies.MAX_BODY_BYTES - bodies.LEAST_BODY_BYTES) // bodies.TOKEN_BYTES
@@ -37,6 +37,8 @@ LONGEST = (bodies.MAX_BODY_BYTES - bodies.LEAST_BODY_BYTES) // bodies.TOKEN_BYTE
 _ONE_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade")
 )
+_OWN = _ONE_HOP | {b"date", b"server"}
+"""Headers of an answer that every server writes itself."""
 _SESSION = re.compile(r"/v1/sessions/([^/]+)(/.*)?")
 _RESPONSE = re.compile(r"/v1/responses/([^/]+)")
 _SPEAKS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -60,9 +62,6 @@ class HeadApp:
             answer = await self._answer(request, body)
         except PacelineError as error:
             answer = errors.answer(error, request)
-        except httpx.TransportError as error:  # the replica went away under it
-            lost = Unavailable("the replica of this request was lost", seen=type(error).__name__)
-            answer = errors.answer(lost, request)
         except Exception as error:
             log.error("a request failed", path=request.url.path, exc_info=error)
             defect = InternalError("the gateway failed; its log says why")
@@ -82,7 +81,7 @@ class HeadApp:
             answer = await _passed_on(request, body, replica)
             if answer.status_code != 404:
                 return answer
-            await answer.close()
+            answer.close()
         return await _passed_on(request, body, where[-1])
 
     def _where(self, request: Request, path: str, body: bytes) -> Sequence[Replica]:
@@ -108,7 +107,7 @@ class HeadApp:
             asked = orjson.dumps({**fields, "wait_s": wait_s})
             answer = await _passed_on(request, asked, replica)
             if answer.status_code == 204:
-                await answer.close()
+                answer.close()
                 return None
             return answer
 
@@ -127,12 +126,15 @@ class HeadApp:
         return JSONResponse(body, status_code=200 if workers else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        """Those of all replicas, each under its number; the first that refuses is the answer."""
+        """Those of all replicas, each under its number, and the head's own; a replica that refuses
+        is the answer.
+        """
         first = await _passed_on(request, b"", self._routing.next())
         if first.status_code != 200:
             return first
-        await first.close()
+        first.close()
         pages = {str(one.place.shard.index): page for one, page in await self._all(request)}
+        pages["head"] = prometheus_page()
         return Response(merged_metrics(pages), media_type=PROMETHEUS_TYPE)
 
     async def _all(self, request: Request) -> list[tuple[Replica, bytes]]:
@@ -145,7 +147,7 @@ class HeadApp:
         for replica, answer in zip(ready, answers, strict=True):
             if isinstance(answer, bytes):
                 found.append((replica, answer))
-            elif not isinstance(answer, httpx.TransportError | TimeoutError | Unavailable):
+            elif not isinstance(answer, TimeoutError | Unavailable):
                 raise answer
         return found
 
@@ -153,16 +155,21 @@ class HeadApp:
 class _PassedOn(Response):
     """A replica's answer on its way to the client; the replica hears when that goes away."""
 
-    def __init__(self, answer: httpx.Response) -> None:
-        self.status_code, self.background, self.body = answer.status_code, None, b""
-        self.raw_headers = [
-            (key.lower(), value) for key, value in answer.headers.raw if key.lower() not in _ONE_HOP
-        ]
-        self._answer = answer
+    def __init__(self, passage: Passage, answer: ReplicaAnswer, *, bodiless: bool) -> None:
+        self.status_code, self.background, self.body = answer.status, None, b""
+        self.raw_headers = [header for header in answer.headers if header[0] not in _OWN]
+        self._passage, self._answer, self._bodiless = passage, answer, bodiless
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Nobody wants it."""
-        await self._answer.aclose()
+        self._passage.release(self._answer)
+
+    async def whole(self) -> bytes:
+        """Its body, all at once."""
+        try:
+            return b"".join([part async for part in self._answer.parts()])
+        finally:
+            self.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.current_task()
@@ -171,21 +178,18 @@ class _PassedOn(Response):
         head = {"status": self.status_code, "headers": self.raw_headers}
         try:
             await send({"type": "http.response.start", **head})
-            async with aclosing(self._parts()) as parts:
-                async for part in parts:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            if not self._bodiless:
+                async with aclosing(self._answer.parts()) as parts:
+                    async for part in parts:
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
             if not gone.done():
                 raise
             sending.uncancel()
         finally:
+            self.close()
             await cancel(gone)
-            await self._answer.aclose()
-
-    async def _parts(self) -> AsyncGenerator[bytes]:
-        async for part in self._answer.aiter_raw():
-            yield part
 
 
 async def _cancel_when_gone(receive: Receive, sending: asyncio.Task[Any]) -> None:
@@ -196,47 +200,29 @@ async def _cancel_when_gone(receive: Receive, sending: asyncio.Task[Any]) -> Non
 
 async def _passed_on(request: Request, body: bytes, replica: Replica) -> _PassedOn:
     """The answer of a replica, whose body is still to come. Raises Unavailable while it starts,
-    or when the client goes away; httpx.TransportError when the replica does.
+    when it is lost, or when the client goes away.
     """
     replica.require_up()
-    work = asyncio.ensure_future(replica.http.handle_async_request(_copy(request, body)))
-    gone = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Unavailable("the client went away")
-        return _PassedOn(work.result())
-    finally:
-        await cancel(gone)
-        if not work.done():
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
+    answer = await unless_gone(request, _asked(request, body, replica))
+    return _PassedOn(replica.http, answer, bodiless=request.method == "HEAD")
 
 
-def _copy(request: Request, body: bytes) -> httpx.Request:
+async def _asked(request: Request, body: bytes, replica: Replica) -> ReplicaAnswer:
     scope = request.scope
-    headers = [
+    kept = [
         (key, value)
         for key, value in scope["headers"]
         if key not in _ONE_HOP and key != b"content-length"
     ]
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    timeout = {"connect": CONNECT_S, "read": None, "write": None, "pool": None}
-    return httpx.Request(
-        request.method,
-        httpx.URL(scheme="http", host="gateway", raw_path=target),
-        headers=headers,
-        content=body,
-        extensions={"timeout": timeout},
-    )
+    return await replica.http.ask(request.method, target, kept, body)
 
 
 async def _whole(request: Request, replica: Replica) -> bytes:
     replica.require_up()
     async with asyncio.timeout(ALL_S):
-        answer = await replica.http.handle_async_request(_copy(request, b""))
-        return await answer.aread()
+        answer = await _asked(request, b"", replica)
+        return await _PassedOn(replica.http, answer, bodiless=False).whole()
 
 
 def _read(body: bytes) -> Mapping[str, Any]:

@@ -43,6 +43,7 @@ class HeadServicer(RolloutServiceServicer):
         self._routing = routing
         self._guard = guard
         self._runs = SplitRuns(fleet, weights)
+        self._arm: str | None = None  # as it was forced last, here
 
     async def Generate(
         self, request: rpb.GenerateRequest, context: Any
@@ -101,7 +102,15 @@ class HeadServicer(RolloutServiceServicer):
         if request.context.run_id:
             self._guard.check(request.context, Track.ROLLOUTS)
         await self._all("SetArm", request, context)
+        self._arm = request.arm
         return rpb.SetArmResponse()
+
+    async def equip(self, replica: Replica) -> None:
+        """What a replica gets, besides weights, before it is asked anything."""
+        if self._arm is not None:
+            request = rpb.SetArmRequest(arm=self._arm)
+            method = replica.rollout.SetArm
+            await replica.ask(method, request, STATUS_DEADLINE_S, starting=True)
 
     async def Quarantine(
         self, request: rpb.QuarantineRequest, context: Any

@@ -25,7 +25,7 @@ from paceline.services.rollout_gateway.calls.aside import LargeRequests
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import initial_versions
 from paceline.services.rollout_gateway.place import places
-from paceline.services.rollout_gateway.replicas.fleet import ReplicaFleet
+from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet
 from paceline.services.rollout_gateway.replicas.http import HeadApp
 from paceline.services.rollout_gateway.replicas.rollouts import HeadServicer
 from paceline.services.rollout_gateway.replicas.routing import SessionRouting
@@ -87,6 +87,12 @@ async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     stack.callback(aside.stop)
     guard = EpochGuard(config.security, config.spool and config.spool / EPOCHS)
     servicer = HeadServicer(fleet, weights, routing, guard)
+
+    async def equip(replica: Replica) -> None:
+        await weights.bring(replica)
+        await servicer.equip(replica)
+
+    fleet.on_up = equip
     server = Server(config.addresses.gateway, config.security)
     server.add(add_RolloutServiceServicer_to_server, servicer, alone.ROLLOUT_SERVICE)
     received = alone.receiver(spool, guard, weights, config)

@@ -32,7 +32,6 @@ class ReplicaWeights:
         self._spool = spool
         self._swap = asyncio.Lock()  # a replica that starts never sees half a commit
         self.versions = spool.serving or VersionSet()
-        fleet.on_up = self.bring
 
     async def bring(self, replica: Replica) -> None:
         """A replica that has started serves what the others serve."""

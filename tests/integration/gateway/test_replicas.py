@@ -27,6 +27,8 @@ from integration.gateway.conftest import Served, ServeGateway
 from integration.gateway.http_agent import SLOW, claimed, opened, task_run, user
 from integration.gateway.test_open_traffic import closed_of, finished, samples_of, step_request
 
+from paceline import telemetry
+from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, StaleEpoch, WeightsError
 from paceline.local.patience import patient
 from paceline.rpc.progress import ask_progress
@@ -202,14 +204,18 @@ async def test_agents_claim_the_tasks_of_all_replicas(twins: Any) -> None:
 
 
 async def test_metrics_of_all_replicas_stand_on_one_page(twins: Any) -> None:
-    async with twins(telemetry={"prometheus": True}) as served:
+    telemetry.setup("gateway", TelemetryConfig())
+    async with twins() as served:
         await run_tasks(served)
         page = (await served.http.get("/metrics")).text
         tokens = [line for line in page.splitlines() if line.startswith("paceline_gateway_tokens_")]
         assert any('replica="0"' in line for line in tokens), page[:2000]
         assert any('replica="1"' in line for line in tokens)
+        answer = await served.http.get("/v1/models")
+        assert len(answer.headers.get_list("date")) == len(answer.headers.get_list("server")) == 1
         described = [line for line in page.splitlines() if line.startswith("# TYPE ")]
         assert len(described) == len(set(described))
+    telemetry.shutdown()
 
 
 async def test_workers_are_lent_and_taken_back_by_their_number_in_the_run(twins: Any) -> None:
@@ -256,6 +262,7 @@ async def test_a_replica_that_was_killed_comes_back_with_what_serves_and_the_oth
 ) -> None:
     async with twins() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        await served.stub.SetArm(rpb.SetArmRequest(arm="off"), timeout=patient(10))
         agents = {shard_of(agent.id, 2): agent for agent in [await opened(served) for _ in "ab"]}
         os.kill(served.fleet.pids["gateway-1"], signal.SIGKILL)
         async with asyncio.timeout(patient(10)):
@@ -269,7 +276,9 @@ async def test_a_replica_that_was_killed_comes_back_with_what_serves_and_the_oth
         async with asyncio.timeout(patient(60)):
             await served.fleet.replicas[1].up.wait()
         assert await worker_versions(served) == [(1, 0), (1, 0)]
-        assert (await run_tasks(served))["finished"][0].scored == 4
+        (totals,) = (await run_tasks(served))["finished"]
+        assert totals.scored == 4
+        assert {arm.arm for arm in totals.arms if arm.pulls} == {"off"}, "as it was forced"
 
 
 @pytest.mark.parametrize(("replicas", "workers"), [(3, 2), (2, 1)])
