@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from typing import cast
 
 import httptools
 
@@ -42,8 +43,7 @@ class ReplicaAnswer(asyncio.Protocol):
         self._headed = self._whole = self._lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none of its classes
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
