@@ -74,23 +74,23 @@ def test_a_run_on_a_cluster_has_the_tokens_and_weights_of_one_beside_it(
 def test_a_service_comes_back_whether_it_or_its_keeper_dies(
     tmp_path: Path, on_cluster: list[str]
 ) -> None:
-    process = demo(tmp_path, "--steps", "4", *SMALL, *on_cluster)
-    lines = wait_for(process, "step 1/4")
+    process = demo(tmp_path, "--steps", "6", *SMALL, *on_cluster)
+    lines = wait_for(process, "step 1/6")
     started = {line.split()[0]: line for line in lines if " started (pid " in line}
     pids = {name: int(line.split("pid ")[1].split(")")[0]) for name, line in started.items()}
-    second = demo(tmp_path / "again", "--steps", "1", *SMALL, *on_cluster)
-    refusal, _ = second.communicate(timeout=patient(120))
-    assert "a run of this id is on the cluster already" in refusal
     os.kill(pids["policy_trainer"], signal.SIGKILL)
     keeper = psutil.Process(pids["gateway"]).parent()
     assert keeper is not None
     keeper.kill()
+    second = demo(tmp_path / "again", "--steps", "1", *SMALL, *on_cluster)
+    refusal, _ = second.communicate(timeout=patient(120))
+    assert "a run of this id is on the cluster already" in refusal
     output = finished(process)
     assert "gateway died" in output
     assert "policy_trainer restarted" in output
     run = summary(tmp_path / "demo-0-1")
     assert run["trajectories_lost"] == 0
-    assert run["trajectories_published"] == run["trajectories_trained"] == 4 * 16
+    assert run["trajectories_published"] == run["trajectories_trained"] == 6 * 16
     assert left_over(tmp_path) == []
 
 

@@ -125,7 +125,7 @@ def test_a_new_metric_stands_on_the_metrics_page_with_its_meaning(checkout: Chec
         lines = http.get("/metrics").text.splitlines()
     assert 'paceline_gateway_twins_total{side="left"} 2.0' in lines
     assert "# HELP paceline_gateway_twins_total twins seen" in lines
-    for read in (".ci", "examples/sglang", "proto"):
+    for read in (".ci", "examples/asynchronous", "examples/sglang", "proto"):
         shutil.copytree(ROOT / read, checkout.root / read)
     written = checkout.python(
         "import runpy, sys; sys.argv = ['docs']; sys.path.insert(0, '.ci'); "
