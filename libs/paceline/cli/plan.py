@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan, shown
 from paceline.local.processes import usable_cores
-from paceline.local.services import SERVICES
+from paceline.local.services import gpu_settings, settings_of_run
 from paceline.models.config import read_config
-from paceline.plugins import import_object
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 _MOMENT = {"float32": memory_plan.FLOAT, "int8": memory_plan.INT8}
@@ -52,15 +50,11 @@ def plan_run(
 
     Raises ConfigError where slots and ranks contradict each other, or where a GPU is too small.
     """
-    found = {
-        spec.name: load_config(import_object(spec.settings), spec.name, files, overrides)
-        for spec in SERVICES
-        if spec.settings
-    }
+    found = settings_of_run(files, overrides)
     gateway, policy, drafter, coordinator = (
         found[name] for name in ("gateway", "policy_trainer", "drafter_trainer", "coordinator")
     )
-    on_gpus = _on_gpus(found)
+    on_gpus = gpu_settings(found)
     if gpus is None and elsewhere:
         gpus = []
     if gpus is None:
@@ -87,17 +81,6 @@ def plan_run(
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     return Checked(lines, chosen, start_s, coordinator.steps)
-
-
-def _on_gpus(found: dict[str, Any]) -> list[str]:
-    """Settings that ask for a GPU."""
-    gateway, policy, drafter = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
-    )
-    named = {"policy_trainer.device": policy.device, "drafter_trainer.device": drafter.device}
-    if gateway.engine.kind == "sglang":
-        named["gateway.engine.sglang.device"] = gateway.engine.sglang.device
-    return [key for key, device in named.items() if device == "cuda"]
 
 
 def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:

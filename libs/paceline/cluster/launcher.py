@@ -206,8 +206,8 @@ class _ClusterRun:
             self._run.health_s,
             self._run.config.run.heartbeat_s,
             self._run.config.run.hung_s,
+            self._hosts[pool.name],
         )
-        order = replace(order, host=self._hosts[pool.name])
         around = self._surroundings.setdefault(
             pool.name, asyncio.get_running_loop().create_future()
         )
@@ -216,8 +216,8 @@ class _ClusterRun:
         return KeptService(launch, order, needs, self._placed, around, self._on_event)
 
     def _visible(self, pool: Pool) -> dict[str, str]:
-        gpus = self._gpus.get(pool.name)
-        return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        """GPUs that were not reserved are not ours, on whatever node."""
+        return {"CUDA_VISIBLE_DEVICES": self._gpus.get(pool.name, "")}
 
     def _placed(self, order: ServiceOrder) -> Any:
         made = self._ray.remote(ServiceKeeper).options(

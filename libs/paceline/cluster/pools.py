@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from paceline.config import load_config
 from paceline.errors import ConfigError
-from paceline.local.services import SERVICES
-from paceline.plugins import import_object
+from paceline.local.services import gpu_settings, settings_of_run
 
 CONTROL, ROLLOUT, POLICY = "control", "rollout", "policy"
 CPU, GPU = "CPU", "GPU"
@@ -35,19 +33,17 @@ class Pool:
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in kinds}
 
 
-def pools_of(files: Sequence[Any], overrides: Sequence[str]) -> list[Pool]:
+def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     """The pools of a run with these settings.
 
     Colocated, rollouts, policy and drafter take turns on the same slots. Where the learner has
     slots of its own, both trainers are on the node of those.
     """
-    found = {
-        spec.name: load_config(import_object(spec.settings), spec.name, files, overrides)
-        for spec in SERVICES
-        if spec.settings
-    }
+    found = settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]
-    kind = GPU if _on_gpus(found) else CPU
+    engine = gateway.engine  # of SGLang also what is left open: a cluster has GPUs for it
+    for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
+    kind = GPU if for_sglang or gpu_settings(found) else CPU
     worker = {kind: float(coordinator.slots_per_worker)}
     rollout = (worker,) * gateway.worker_count
     learners = ({kind: 1.0},) * coordinator.learner_slots
@@ -56,12 +52,6 @@ def pools_of(files: Sequence[Any], overrides: Sequence[str]) -> list[Pool]:
     if learners:
         return [*pools, Pool(ROLLOUT, ("gateway",), rollout), Pool(POLICY, trainers, learners)]
     return [*pools, Pool(ROLLOUT, ("gateway", *trainers), rollout)]
-
-
-def _on_gpus(found: Mapping[str, Any]) -> bool:
-    engine = found["gateway"].engine
-    on_gpus = engine.kind == "sglang" and engine.sglang.device != "cpu"
-    return on_gpus or "cuda" in (found["policy_trainer"].device, found["drafter_trainer"].device)
 
 
 def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> None:

@@ -33,7 +33,6 @@ def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
 def test_slots_are_gpus_where_one_of_the_services_computes_there() -> None:
     _, rollout = pools(
         "gateway.engine.kind=sglang",
-        "gateway.engine.sglang.device=cuda",
         "gateway.engine.sglang.tensor_parallel_size=4",
         "coordinator.slots_per_worker=4",
     )
