@@ -13,7 +13,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan, shown
 from paceline.local.processes import usable_cores
-from paceline.local.services import gpu_settings, settings_of_run
+from paceline.local.run_settings import gpu_settings, settings_of_run
 from paceline.models.config import read_config
 
 _ITEM = {"float32": 4, "bfloat16": 2}

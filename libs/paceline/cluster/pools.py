@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.local.services import gpu_settings, settings_of_run
+from paceline.local.run_settings import gpu_settings, settings_of_run
 
 CONTROL, ROLLOUT, POLICY = "control", "rollout", "policy"
 CPU, GPU = "CPU", "GPU"

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from paceline.config import load_config
 from paceline.errors import NotFound
-from paceline.plugins import import_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +91,6 @@ SERVICES: tuple[ServiceSpec, ...] = (
         ends_run=True,
     ),
 )
-
-
-def settings_of_run(files: Sequence[Path], overrides: Sequence[str]) -> dict[str, Any]:
-    """Settings of each service that has some, by its name. Raises ConfigError."""
-    return {
-        spec.name: load_config(import_object(spec.settings), spec.name, files, overrides)
-        for spec in SERVICES
-        if spec.settings
-    }
-
-
-def gpu_settings(found: Mapping[str, Any]) -> list[str]:
-    """Those of a run's settings that ask for a GPU."""
-    gateway, policy, drafter = (
-        found[name] for name in ("gateway", "policy_trainer", "drafter_trainer")
-    )
-    named = {"policy_trainer.device": policy.device, "drafter_trainer.device": drafter.device}
-    if gateway.engine.kind == "sglang":
-        named["gateway.engine.sglang.device"] = gateway.engine.sglang.device
-    return [key for key, device in named.items() if device == "cuda"]
 
 
 def service(name: str) -> ServiceSpec:
