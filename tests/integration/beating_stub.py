@@ -6,7 +6,7 @@ import ctypes
 import sys
 import time
 
-from paceline.local.heartbeat import answer_beats
+from paceline.local.heartbeat import _answering, answer_beats
 from paceline.local.processes import die_with_parent
 
 
@@ -18,6 +18,10 @@ def main() -> int:
         order, seconds = line.split()
         if order == "hold":  # a call from Python that lets no other thread of Python run
             ctypes.PyDLL(None).usleep(int(1e6 * float(seconds)))
+        elif order == "away":  # as one whose threads all wait for memory to be read back
+            _answering.pop().close()
+            time.sleep(float(seconds))
+            answer_beats()
         elif order == "spin":
             end = time.monotonic() + float(seconds)
             while time.monotonic() < end:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.policy.checkpoints import checkpointed
 from benchmarks.policy.run import Case, compared
 from benchmarks.policy.work import Work, demo_model, demo_samples
@@ -20,6 +22,7 @@ async def test_both_sides_step_on_the_same_batch_and_are_timed_in_pairs(tmp_path
     assert min(float(row[name] or 0) for name in ("tokens/s", "tokens/s plain", "MiB")) > 0
 
 
+@pytest.mark.slow
 async def test_steps_with_a_checkpoint_are_timed_beside_steps_without(tmp_path: Path) -> None:
     work = Work(str(demo_samples(tmp_path / "samples.json", 1)))
     row, goal = await checkpointed("tiny", demo_model(), work, 2, 1, tmp_path)

@@ -98,6 +98,22 @@ async def test_a_process_that_lets_no_thread_of_python_run_is_alive() -> None:
         assert not one.ended.done()
 
 
+async def test_a_process_that_runs_may_be_silent_for_several_limits() -> None:
+    async with watched() as one:
+        one.order(f"away {2 * LIMIT_S}")
+        assert await one.says() == "away"
+        one.order("spin 0.01")
+        assert await one.says() == "spin"
+        assert not one.ended.done()
+
+
+async def test_a_process_that_stays_silent_is_killed_though_it_runs() -> None:
+    async with watched() as one:
+        one.order("away 3600")
+        assert await asyncio.wait_for(one.ended, patient(20 * LIMIT_S)) == -signal.SIGKILL
+        assert one.heartbeat.verdict == ", silent for 1.2 s"
+
+
 async def test_a_process_that_was_stopped_for_less_than_the_limit_is_alive() -> None:
     async with watched() as one:
         for _ in range(3):

@@ -71,6 +71,7 @@ def test_a_run_on_a_cluster_has_the_tokens_and_weights_of_one_beside_it(
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_service_comes_back_whether_it_or_its_keeper_dies(
     tmp_path: Path, on_cluster: list[str]
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_service_comes_back_whether_it_or_its_keeper_dies(
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_starter_is_killed_ends_by_itself(
     tmp_path: Path, on_cluster: list[str]
 ) -> None:

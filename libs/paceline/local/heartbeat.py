@@ -6,7 +6,9 @@ computes, imports or compiles for minutes answers, a stopped one does not. Wheth
 service gets on is hung.py's.
 
 A silent child's connection is cut. One that was only late connects again within the grace, which
-is as long as the machine is busy, and lives; nothing is lost by it.
+is as long as the machine is busy, and lives; nothing is lost by it. One that is neither stopped nor
+gone, as its machine has it, gets several limits more: memory that is read back from a disk can keep
+every thread of a process for seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ import asyncio
 import itertools
 import os
 import signal
+import socket
+import struct
+from contextlib import suppress
 from typing import Protocol
 
+import psutil
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -29,6 +35,7 @@ from paceline.local.processes import HEARTBEAT_VARIABLE
 LIMIT_S = RunConfig().heartbeat_s
 """Seconds of silence that a child may keep, unless set."""
 _BEATS = 6  # in the limit
+_LATE = 5  # limits that one has which is seen to run, or at least not to be stopped
 _CONNECTED, _CUT = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 _CONNECT_S = 10.0
 _numbers = itertools.count(1)
@@ -104,16 +111,29 @@ class Heartbeat:
         """Returns when a process that has connected is away for longer than the grace, as one is
         that has ended: who awaits its end hears of that first.
         """
-        connected = most = 0
+        connections: dict[int, int] = {}  # process of each, by its file
+        known: set[int] = set()
+        late_s = 0.0
         while True:
-            grace_s = patient(self._limit_s / _BEATS) if connected < most else None
+            away = known.difference(connections.values())
+            grace_s = self._limit_s / _BEATS
             try:
-                async with asyncio.timeout(grace_s):
-                    event = (await recv_monitor_message(self._monitor))["event"]
+                async with asyncio.timeout(patient(grace_s) if away else None):
+                    event = await recv_monitor_message(self._monitor)
             except TimeoutError:
-                return
-            connected += 1 if event == _CONNECTED else -1
-            most = max(most, connected)
+                late_s += grace_s
+                if await self._monitor.poll(0):
+                    continue  # it is this process that stood
+                if late_s >= _LATE * self._limit_s or not all(map(_may_answer, away)):
+                    return
+                continue
+            if event["event"] == _CONNECTED:
+                if process := _peer(event["value"]):
+                    connections[event["value"]] = process
+                    known.add(process)
+                late_s = 0.0
+            else:
+                connections.pop(event["value"], None)
 
     def close(self) -> None:
         """Frees the socket; `outlived` does so itself. Idempotent."""
@@ -121,6 +141,23 @@ class Heartbeat:
             self._socket.disable_monitor()
             self._context.destroy(linger=0)
             self._path.unlink(missing_ok=True)
+
+
+def _peer(file: int) -> int:
+    """The process at the other end of a unix socket of libzmq's; 0 where that is closed by now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
+        size = struct.calcsize("3i")
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(struct.unpack("3i", credentials)[0])
+    return 0
+
+
+def _may_answer(process: int) -> bool:
+    """Whether it is there and nobody has stopped it."""
+    try:
+        return psutil.Process(process).status() not in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+    except psutil.NoSuchProcess:
+        return False
 
 
 def answer_beats() -> None:
