@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -127,35 +128,57 @@ def quantile(ordered: Sequence[int], share: float) -> int:
 def round_costs(arms: Iterable[ArmStats]) -> list[RoundCosts]:
     """What rounds have cost, by batch-size group.
 
-    A row's round takes its mean tokens by its tokens per second. Groups without "off" are left
-    out: what they cost is relative to nothing.
+    A row's round takes its mean tokens by its tokens per second. Costs are relative to a round
+    without drafts, of the group or else of its nearest; without any they are relative to nothing,
+    and left out.
     """
     groups: dict[int, dict[str, ArmStats]] = {}
     for arm in arms:
         if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0:
             groups.setdefault(arm.batch_group, {})[arm.arm] = arm
-    known = {group: own for group, own in sorted(groups.items()) if OFF in own}
+    plain = {group: _plain_seconds(group, groups) for group in sorted(groups)}
+    known = {group: seconds for group, seconds in plain.items() if seconds}
     spent = {
-        group: group * sum(arm.pulls * _row_seconds(arm) for arm in own.values())
-        for group, own in known.items()
+        group: group * sum(arm.pulls * _row_seconds(arm) for arm in groups[group].values())
+        for group in known
     }
     return [
         RoundCosts(
             batch_group=group,
             share=spent[group] / sum(spent.values()),
             costs={
-                name: _row_seconds(arm) / _row_seconds(own[OFF])
-                for name, arm in sorted(own.items())
+                name: _row_seconds(arm) / seconds
+                for name, arm in sorted(groups[group].items())
                 if name != OFF
             },
             rival=max(
-                arm.mean_tokens_per_s / own[OFF].mean_tokens_per_s
-                for name, arm in own.items()
-                if speculator_of(name) in UNTRAINED
+                1.0,
+                *(
+                    arm.mean_tokens_per_s * seconds
+                    for name, arm in groups[group].items()
+                    if speculator_of(name) in UNTRAINED
+                ),
             ),
         )
-        for group, own in known.items()
+        for group, seconds in known.items()
     ]
+
+
+def _plain_seconds(group: int, groups: Mapping[int, Mapping[str, ArmStats]]) -> float:
+    """Of a row's round without drafts. A bandit that has no use for one takes none: then an arm's
+    cost in the nearest group that knows both says it; 0 where none does.
+    """
+    own = groups[group]
+    if OFF in own:
+        return _row_seconds(own[OFF])
+    for other in sorted(groups, key=lambda one: abs(math.log(one / group))):
+        there = groups[other]
+        if OFF in there and (shared := own.keys() & there.keys()):
+            return statistics.median(
+                _row_seconds(own[name]) * _row_seconds(there[OFF]) / _row_seconds(there[name])
+                for name in shared
+            )
+    return 0.0
 
 
 def _row_seconds(arm: ArmStats) -> float:

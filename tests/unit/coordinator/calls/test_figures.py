@@ -164,7 +164,6 @@ def test_rounds_cost_their_tokens_by_their_rate_relative_to_plain_decoding_in_ea
         arm("ngram:4_1_5", 1, 5, 125.0, 1.5),  # 5 of 12 ms
         arm("off", 5, 10, 400.0, 1.0),  # of 5 rows: 10 of 12.5 ms
         arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 10 of 25 ms
-        arm("eagle:3_1_4", 21, 99, 500.0, 2.5),  # nothing to compare with
         arm("ngram:4_1_5", 5, 0, 0.0, 0.0),
     ]
     one, five = round_costs(arms)
@@ -175,6 +174,22 @@ def test_rounds_cost_their_tokens_by_their_rate_relative_to_plain_decoding_in_ea
     seconds = (0.1 + 0.45 + 0.06, 0.125 + 0.25)
     assert (one.share, five.share) == pytest.approx([part / sum(seconds) for part in seconds])
     assert round_costs([]) == round_costs(arms[1:2]) == []
+
+
+def test_where_no_round_went_without_drafts_the_nearest_group_says_what_one_costs() -> None:
+    arms = [
+        arm("off", 1, 10, 100.0, 1.0),  # 10 ms
+        arm("eagle:3_1_4", 1, 30, 200.0, 3.0),  # 15 ms
+        arm("off", 5, 10, 400.0, 1.0),  # 12.5 ms
+        arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 25 ms: twice as long
+        arm("eagle:3_1_4", 21, 10, 400.0, 2.5),
+        arm("ngram:4_1_5", 21, 10, 800.0, 2.0),
+        arm("eagle:5_1_6", 34, 10, 900.0, 3.0),  # which no other group knows
+    ]
+    one, five, last = round_costs(arms)
+    assert (one.batch_group, five.batch_group, last.batch_group) == (1, 5, 21)
+    assert dict(last.costs) == pytest.approx({"eagle:3_1_4": 2.0, "ngram:4_1_5": 0.8})
+    assert (one.rival, last.rival) == pytest.approx((1.0, 2.5)), "n-grams are told as a rival"
 
 
 def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
