@@ -66,7 +66,7 @@ IDLE_TIME = Counter(
     "s",
     ("cause",),
     "slot-seconds of slot_time's idle by why nobody used them; cause: untrained, trainer_away, "
-    "trainer_done, commit, hand_over, too_few or leasing",
+    "trainer_done, commit, enough, giving_back, serial, hand_over, too_few or leasing",
 )
 STEPS = Counter("paceline.coordinator.steps", "{step}", (), "RL steps that were committed")
 RESPONSE_TOKENS = Counter(

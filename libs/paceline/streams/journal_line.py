@@ -32,6 +32,9 @@ class IdleCause(StrEnum):
     TRAINER_AWAY = "trainer_away"
     TRAINER_DONE = "trainer_done"  # it has learned what there was and left
     COMMIT = "commit"  # a released worker may be trying the set
+    ENOUGH = "enough"  # the drafter has max_drafter_slots
+    GIVING_BACK = "giving_back"  # its lease is about to end
+    SERIAL = "serial"  # it is trained between the policy's step and the commit
     HAND_OVER = "hand_over"  # all rollouts are done, the slots go to the policy
     TOO_FEW = "too_few"  # fewer released workers than min_workers_for_training
     LEASING = "leasing"  # about to be leased

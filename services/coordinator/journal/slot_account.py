@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.services.coordinator.machine.drafter import wanted
+from paceline.services.coordinator.machine.drafter import most_workers, wanted
 from paceline.services.coordinator.machine.events import Event, WorkersReleased
-from paceline.services.coordinator.machine.slots import Holder, WorkerState
+from paceline.services.coordinator.machine.slots import DrafterLease, Holder, WorkerState
 from paceline.services.coordinator.machine.state import Phase, Service, State
 from paceline.streams.journal_line import IdleCause, SlotUse
 
@@ -96,6 +96,10 @@ def _idle_cause(state: State) -> IdleCause:
         return IdleCause.UNTRAINED
     if state.drafter_benched or Service.DRAFTER_TRAINER in state.lost:
         return IdleCause.TRAINER_AWAY
+    if state.lease is not None:
+        return _beside(state, state.lease)
+    if settings.serial_drafter:
+        return IdleCause.SERIAL
     if workers.counted(WorkerState.COMPLETED):
         return IdleCause.TRAINER_DONE
     if not workers.counted(WorkerState.GENERATING) and settings.colocated:
@@ -103,3 +107,11 @@ def _idle_cause(state: State) -> IdleCause:
     if workers.counted(WorkerState.RELEASED) < settings.min_workers_for_training:
         return IdleCause.TOO_FEW
     return IdleCause.LEASING
+
+
+def _beside(state: State, lease: DrafterLease) -> IdleCause:
+    """Why slots are idle beside those that the drafter has."""
+    if lease.preempting:
+        return IdleCause.GIVING_BACK
+    full = len(lease.slots) // state.settings.slots_per_worker >= most_workers(state.settings)
+    return IdleCause.ENOUGH if full else IdleCause.LEASING

@@ -20,6 +20,7 @@ from paceline.services.coordinator.machine.moves import (
     worker_slots,
 )
 from paceline.services.coordinator.machine.schedule import trains_during_push
+from paceline.services.coordinator.machine.settings import RunSettings
 from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Holder, WorkerState
 from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
@@ -175,6 +176,11 @@ def _due(state: State) -> bool:
     )
 
 
+def most_workers(settings: RunSettings) -> int:
+    """Whose slots the drafter may have at once."""
+    return max(1, settings.max_drafter_slots // settings.slots_per_worker)
+
+
 def _lease(state: State) -> Decision:
     state, slots = _lease_more(state, None)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
@@ -200,8 +206,7 @@ def _widen(state: State, lease: DrafterLease) -> Decision | None:
 def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[int, ...]]:
     """As many released slots as the drafter may have beside those of its lease."""
     settings, held = state.settings, len(lease.slots) if lease else 0
-    most = max(1, settings.max_drafter_slots // settings.slots_per_worker)
-    count = max(0, most - held // settings.slots_per_worker)
+    count = max(0, most_workers(settings) - held // settings.slots_per_worker)
     workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = move_workers(state, workers, Cause.LEASE_GRANTED)

@@ -79,7 +79,44 @@ def test_every_idle_second_has_its_cause() -> None:
         events.PolicyPrepared(9, 3, 1),
         events.Committed(10, VersionSet(1, 1, 0)),
     )
-    assert found["trainer_done"] == 2.0
+    assert found == {"trainer_done": 2.0}
+
+
+def test_what_is_idle_beside_a_drafter_that_trains_says_why() -> None:
+    """Of four workers 0 trains the drafter from 2 on; 1 is free from 3, 2 from 4; the last is done
+    at 6, when the drafter is asked for its slot, which it leaves at 8.
+    """
+    settings = RunSettings(workers=4, total_steps=1, max_drafter_slots=1)
+    found = idle(
+        settings,
+        events.StepBegan(1, 0),
+        events.ShareDone(2, 1, 0),
+        events.DrafterActivated(2, 2),
+        events.ShareDone(3, 1, 1),
+        events.ShareDone(4, 1, 2),
+        events.ShareDone(6, 1, 3),
+        events.TasksFinished(6, 1),
+        events.Detached(8, 2, "preempted"),
+        events.PolicyPrepared(9, 3, 1),
+        events.Committed(10, VersionSet(1, 1, 0)),
+    )
+    assert found == {"enough": 1.0 * 1 + 2.0 * 2, "giving_back": 2.0 * 3}
+
+
+def test_slots_of_a_serial_run_wait_for_the_drafters_turn() -> None:
+    settings = RunSettings(workers=2, total_steps=1, serial_drafter=True)
+    found = idle(
+        settings,
+        events.StepBegan(1, 0),
+        events.ShareDone(2, 1, 0),
+        events.ShareDone(7, 1, 1),
+        events.TasksFinished(7, 1),
+        events.PolicyPrepared(9, 2, 1),
+        events.DrafterActivated(9, 3),
+        events.Detached(10, 3, "epochs"),
+        events.Committed(11, VersionSet(1, 1, 0)),
+    )
+    assert found == {"serial": 5.0, "enough": 1.0}
 
 
 def test_idle_seconds_of_a_run_that_trains_no_drafter_say_so() -> None:
