@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from twin_kind import TwinNet
 from unit.drafter_trainer.samples import (
     HASH,
@@ -496,3 +497,21 @@ def test_a_kind_by_import_path_comes_back_from_the_disk(tmp_path: Path) -> None:
     assert torch.equal(loaded.fc.weight, net.fc.weight)
     with pytest.raises(InvalidInput, match="architectures names no speculator here"):
         Candidates(tmp_path, TARGET).load(1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_micro_batches_are_as_long_as_the_slowest_drafter_learns_from_in_its_time(
+    tmp_path: Path,
+) -> None:
+    trainer = Trainer(tmp_path, max_micro_batch_tokens=1_000, micro_batch_ms=20.0)
+    sizes = []
+    for seconds_per_token in (0.0, 1e-4, 1e-6, 1.0):
+        trainer.students.primary.seconds_per_token = seconds_per_token
+        sizes.append(trainer.rows.shape())
+    assert sizes == [(1, 128), (1, 200), (1, 1_000), (1, 32)]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_alone_trains_a_plain_module(tmp_path: Path) -> None:
+    modules = list(Trainer(tmp_path).learner.sharded.net.modules())
+    assert not any(isinstance(module, FSDPModule) for module in modules)

@@ -129,6 +129,25 @@ def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> No
     assert job.head is heads[other]
 
 
+def test_rows_of_two_temperatures_are_measured_each_at_its_own() -> None:
+    head = toy_policy().policy_head()
+    samples = [
+        dataclasses.replace(sample(length, length), temperature=heat)
+        for length, heat in ((20, 0.5), (24, 2.0))
+    ]
+    net, alone = rough_net(3), []
+    for one in samples:
+        row = pack([one], window=512)
+        alone.append(chain_survival(net, row, head, STEPS, temperature=one.temperature).numpy())
+    job = GateJob([net], samples, {HASH: head}, GateConfig(draft_steps=STEPS), 512)
+    while not job.done:
+        job.advance()
+    (got,) = job.measured().accepted
+    assert sorted(got.sum(axis=1)) == pytest.approx(sorted(np.concatenate(alone).sum(axis=1)))
+    at_one = chain_survival(net, pack(samples[:1], window=512), head, STEPS, temperature=1.0)
+    assert not np.allclose(at_one.numpy(), alone[0])
+
+
 class TableNet:
     """Drafts by a table of logits [V, V] over the token before: everything about it can be
     enumerated.
