@@ -33,6 +33,10 @@ BENCHES = {
         "benchmarks.adaptation",
         "how fast a drafter follows a policy, by the settings of its training",
     ),
+    "slot": (
+        "benchmarks.slot",
+        "what a drafter makes of its slot, beside the matrix products of its steps alone",
+    ),
     "engine": (
         "benchmarks.engine.run",
         "the embedded engine beside transformers",

@@ -1,0 +1,205 @@
+"""Measures what a drafter makes of its slot: positions it learns from in a second, beside the
+matrix products of the same steps alone, and what the gate takes.
+
+One core, the demo's drafter and its settings, rows as long as the demo's answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from benchmarks.demo_runs import demo_folder
+from benchmarks.options import above_zero
+from benchmarks.packing import DEMO, LONGEST, draw_samples
+from benchmarks.result import BenchResult, Row, at_most, paired_ratio, ratio_goal, say
+from paceline.config import load_config
+from paceline.models.products import spare_rows
+from paceline.services.drafter_trainer.config import DrafterTrainerConfig
+from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
+from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.learn.students import initial_nets
+from paceline.services.drafter_trainer.rows.batcher import pack
+from paceline.services.drafter_trainer.rows.sample import FeatureSample
+from paceline.speculators.packed import PackedRow
+
+CEILING_SHARE, GATE_SHARE = 0.6, 0.2
+WARM_UP = 2
+NEVER = 1 << 30
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"}
+"""Names of torch's operators that multiply matrices."""
+HASH = "0" * 16  # of the head that draw_samples' rows are of
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """By row."""
+
+    steps: list[float]  # seconds
+    alone: list[float]  # of the products
+    positions: list[int]
+    products: list[int]
+
+
+class Products(TorchDispatchMode):
+    """Takes down every product of matrices, to be made again with other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket.__name__ in PRODUCTS:
+            again, with_words = tree_map(_other_numbers, (args, kwargs))
+            self._calls.append(lambda: func(*again, **with_words))
+        return func(*args, **kwargs)
+
+    def repeat(self) -> None:
+        """All of them, in their order."""
+        for call in self._calls:
+            call()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def _other_numbers(value: Any) -> Any:
+    return torch.empty_like(value).normal_() if isinstance(value, Tensor) else value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--pairs", type=above_zero(int), default=60, help="steps of either side")
+    parser.add_argument("--tokens", type=above_zero(int), default=256, help="of a micro-batch")
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """Steps and their products in turn, then rounds of the gate."""
+    torch.set_num_threads(1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # exported where gloo is built in
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return _measured(options.pairs, options.tokens)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(pairs: int, tokens: int) -> BenchResult:
+    folder = demo_folder()
+    config = load_config(
+        DrafterTrainerConfig,
+        "drafter_trainer",
+        [folder / "demo.toml"],
+        [f'drafter_trainer.drafter="{folder / "drafter_start"}"'],
+    )
+    learner = _learner(config, config.micro_batches_per_step)
+    unstepped = _learner(config, NEVER)
+    rows, head = [_row(tokens, seed) for seed in range(pairs + WARM_UP)], _head()
+    timed = _in_turn(learner, unstepped, rows, head)
+    positions = round(statistics.median(timed.positions))
+    products = round(statistics.median(timed.products))
+    say(f"{pairs} steps of {positions} positions, {products} products each")
+    gate_s = _gate_round(config, learner, head)
+    interval_s = config.gate.interval_steps * statistics.median(timed.steps)
+    share = gate_s / (gate_s + interval_s)
+    table: list[Row] = [
+        _told("micro-steps", positions, timed.steps),
+        _told("their products alone", positions, timed.alone),
+        {"of the slot": "a round of the gate", "ms": round(gate_s * 1e3, 2)},
+    ]
+    goals = [
+        ratio_goal(
+            "of what the products alone would allow",
+            CEILING_SHARE,
+            paired_ratio(timed.alone, timed.steps),
+        ),
+        at_most(f"share of the gate, every {config.gate.interval_steps} steps", GATE_SHARE, share),
+    ]
+    return BenchResult("a slot of the drafter, one core", table, goals)
+
+
+def _learner(config: DrafterTrainerConfig, micro_batches: int) -> DrafterLearner:
+    (net,) = initial_nets(config, DEMO)
+    return DrafterLearner(net, config.optimizer, micro_batches=micro_batches, members=on_cpu(1))
+
+
+def _head() -> PolicyHead:
+    generator = torch.Generator().manual_seed(0)
+    embed, head = torch.randn(2, DEMO.vocab_size, DEMO.hidden_size, generator=generator)
+    return PolicyHead(HASH, 0, embed, head)
+
+
+def _row(tokens: int, seed: int) -> PackedRow:
+    """Of the samples that fit, one at least, as the store packs it."""
+    chosen, room = list[FeatureSample](), tokens
+    for one in draw_samples(tokens, seed):
+        room -= one.size
+        if chosen and room < 0:
+            break
+        chosen.append(one)
+    row = pack(chosen, window=LONGEST)
+    return row.padded(spare) if (spare := spare_rows(row.states)) else row
+
+
+def _in_turn(
+    learner: DrafterLearner,
+    unstepped: DrafterLearner,
+    rows: Sequence[PackedRow],
+    head: PolicyHead,
+) -> Timed:
+    """Each row's step and its products, those of the optimiser left out; the first of each pair
+    changes, and two pairs warm up.
+    """
+    timed = Timed([], [], [], [])
+    for number, row in enumerate(rows):
+        with (made := Products()):
+            unstepped.micro_step(row, head)
+        made.repeat()
+
+        sides: list[tuple[list[float], Callable[[], object]]] = [
+            (timed.steps, partial(learner.micro_step, row, head)),
+            (timed.alone, made.repeat),
+        ]
+        for seconds, side in sides if number % 2 else reversed(sides):
+            began = time.perf_counter()
+            side()
+            seconds.append(time.perf_counter() - began)
+        timed.positions.append(int(row.valid.sum()))
+        timed.products.append(len(made))
+    return Timed(*(values[WARM_UP:] for values in astuple(timed)))
+
+
+def _gate_round(config: DrafterTrainerConfig, learner: DrafterLearner, head: PolicyHead) -> float:
+    """Seconds in which a candidate and the serving drafter are measured on as many samples as a
+    round has.
+    """
+    nets = [learner.snapshot(), learner.snapshot()]
+    samples = draw_samples(config.gate.samples, 1)
+    job = GateJob(nets, samples, {HASH: head}, config.gate, config.buffer.window)
+    began = time.perf_counter()
+    while not job.done:
+        job.advance()
+    return time.perf_counter() - began
+
+
+def _told(name: str, positions: int, seconds: Sequence[float]) -> Row:
+    median = statistics.median(seconds)
+    return {
+        "of the slot": name,
+        "ms": round(median * 1e3, 2),
+        "positions/s": round(positions / median),
+    }
