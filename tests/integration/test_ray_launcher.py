@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -16,27 +15,19 @@ import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
 from ray_nodes import WITH_RAY
+from reward_pools import ray_head
 
 from paceline.cluster.keeper import DESERTED_S
 from paceline.local.patience import patient
 
 pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.timeout(300)]
-HEAD = Path(__file__).parents[1] / "ray_head.py"
-TOKEN = "of-a-cluster-that-tests-start-" * 2
 
 
 @pytest.fixture(scope="module")
 def on_cluster() -> Iterator[list[str]]:
     """Words that launch a run on a cluster of two slots."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen([sys.executable, str(HEAD), "2"], text=True, **pipes) as head:
-            assert head.stdout is not None
-            address = head.stdout.readline().strip()
-            assert address
-            yield ["--launcher", "ray", "--address", address]
-            head.communicate("", timeout=patient(60))
+    with ray_head() as address:
+        yield ["--launcher", "ray", "--address", address]
 
 
 def finished(process: subprocess.Popen[str]) -> str:
