@@ -18,7 +18,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from ray_nodes import WITH_RAY
-from reward_pools import RUN, actors, joined_slots, ray_head
+from reward_pools import HANGS_ONCE, RUN, actors, gone, joined_slots, ray_head, written
 
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.config import RewardsConfig, SandboxConfig
@@ -38,20 +38,9 @@ SLOTS = 2
 RULES = """
 import os, signal, subprocess, time
 
-def note(episode):
-    with open(episode.text, "a") as file:
-        file.write(f"{os.getpid()} {os.getppid()}\\n")
-    return open(episode.text).read().count("\\n")
-
 class Length:
     def score(self, episode):
         return float(len(episode.text))
-
-class HangsOnce:
-    def score(self, episode):
-        if note(episode) == 1:
-            time.sleep(1000)
-        return 1.0
 
 class Hangs:
     def score(self, episode):
@@ -84,7 +73,7 @@ async def pool(address: str) -> AsyncIterator[RewardPool]:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("own") / "own_rules.py"
-    file.write_text(RULES)
+    file.write_text(RULES + HANGS_ONCE)
     return file
 
 
@@ -99,18 +88,6 @@ def episode(text: str, **metadata: str) -> Episode:
     return Episode(EpisodeTask("t", "p", "0.5", metadata), text, "stop")
 
 
-def numbers_in(path: Path) -> list[int]:
-    return [int(word) for word in path.read_text().split()] if path.exists() else []
-
-
-async def written(path: Path, still: asyncio.Task[Any]) -> list[int]:
-    """Process ids that a rule or a program has written there; the deadline is the test's."""
-    while not (found := numbers_in(path)):
-        assert not still.done(), still.result()
-        await asyncio.sleep(0.02)
-    return found
-
-
 def bearers(word: str) -> list[psutil.Process]:
     """Processes with the word as their last argument."""
     return [one for one in psutil.process_iter(["cmdline"]) if word in (one.info["cmdline"] or ())]
@@ -122,14 +99,6 @@ async def begun(word: str, still: asyncio.Task[Any]) -> list[psutil.Process]:
         assert not still.done(), still.result()
         await asyncio.sleep(0.02)
     return found
-
-
-def gone(pid: int) -> bool:
-    try:
-        psutil.Process(pid).wait(timeout=patient(10))
-    except psutil.NoSuchProcess:
-        return True
-    return not psutil.pid_exists(pid)
 
 
 async def test_scores_are_those_of_rules_beside_the_gateway(path: Path, pool: RewardPool) -> None:
