@@ -18,6 +18,7 @@ from paceline.local.ports import free_ports
 
 WITH_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
 """Without an import: Ray reads its token's variables at its own."""
+TOKEN = "of-a-cluster-that-tests-start-" * 2
 _START = Path(sys.executable).with_name("ray")
 
 

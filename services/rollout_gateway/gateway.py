@@ -40,6 +40,8 @@ from paceline.services.rollout_gateway.features.publisher import (
     Origin,
 )
 from paceline.services.rollout_gateway.place import ReplicaPlace
+from paceline.services.rollout_gateway.reward_pool.pool import reward_pool
+from paceline.services.rollout_gateway.reward_pool.sandbox import PooledSandbox
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sessions.agents import Agents
@@ -99,8 +101,11 @@ class Gateway:
         # One more than fits into each engine: it is there when a place comes free, and no round
         # runs short.
         self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
-        self.sandbox = Sandbox(config.rewards.sandbox)
-        self.rewards = RewardRules(config.rewards, self.sandbox)
+        self.reward_pool = pool = reward_pool(config)
+        limits = config.rewards.sandbox
+        self.sandbox = PooledSandbox(limits, pool.slots) if pool else Sandbox(limits)
+        spawns = [slot.spawn for slot in pool.slots] if pool else None
+        self.rewards = RewardRules(config.rewards, self.sandbox, spawns)
         self.toolbox = Toolbox(self.sandbox, config.tools, config.tool_servers)
         self.equipment = Equipment(
             self.sandbox, config.environments, self.toolbox, config.interactions
@@ -143,9 +148,11 @@ class Gateway:
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.
 
-        Raises ConfigError where code cannot be shut in as asked for by name; "auto", which many
-        never need, is tried out by the first run that does.
+        Raises what RewardPool.start does, and ConfigError where code cannot be shut in as asked for
+        by name; "auto", which many never need, is tried out by the first run that does.
         """
+        if self.reward_pool is not None:
+            await self.reward_pool.start(allow_insecure=self.config.security.allow_insecure)
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
         self.lending.take_up()
@@ -160,6 +167,8 @@ class Gateway:
         await self.router.stop()
         await self.rewards.stop()
         await self.toolbox.stop()
+        if self.reward_pool is not None:
+            await self.reward_pool.stop()
         await self.agents.stop()
         await self.outbox.stop(STOP_GRACE_S)
         await self.agents.close()

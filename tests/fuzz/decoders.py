@@ -54,7 +54,7 @@ from paceline.services.rollout_gateway.engines.sampling import check_sampling
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.rewards.code_harness import Wire, unpack
 from paceline.services.rollout_gateway.rewards.remote import reward_of
-from paceline.services.rollout_gateway.sandbox.runs import _checked_files
+from paceline.services.rollout_gateway.sandbox.runs import checked_files
 from paceline.streams.features import FeatureBatch, decode_features, encode_features
 from paceline.streams.trajectories import decode_trajectory, encode_trajectory
 from paceline.tasks import read_tasks
@@ -209,9 +209,9 @@ def worker_event(found: epb.WorkerEvent) -> object:
     return wire.rows_from(found.ready), versions_from_proto(found.ready.versions)
 
 
-def checked_files(found: Any) -> object:
+def files_of_a_sandbox(found: Any) -> object:
     files = found.get("files") if isinstance(found, dict) else None
-    return _checked_files(files) if isinstance(files, dict) else None
+    return checked_files(files) if isinstance(files, dict) else None
 
 
 SAID = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
@@ -473,7 +473,7 @@ DECODERS: dict[str, Decoder] = {
         (lines(TOOL["parameters"]),), lambda raw: check_json_schema(text(raw), ignore_eos=False)
     ),
     "sandbox requests": Decoder(
-        (lines({"files": {"a/b": "x", "c": ""}}),), lambda raw: checked_files(as_json(raw))
+        (lines({"files": {"a/b": "x", "c": ""}}),), lambda raw: files_of_a_sandbox(as_json(raw))
     ),
     "pipes of rewards": Decoder(
         (

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -16,27 +15,35 @@ import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
 from ray_nodes import WITH_RAY
+from reward_pools import actors, ray_head
 
 from paceline.cluster.keeper import DESERTED_S
 from paceline.local.patience import patient
 
 pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.timeout(300)]
-HEAD = Path(__file__).parents[1] / "ray_head.py"
-TOKEN = "of-a-cluster-that-tests-start-" * 2
+
+RULE = """
+import os
+from pathlib import Path
+
+import psutil
+
+class Own:
+    def __init__(self):
+        parent = psutil.Process(os.getppid())
+        with Path(__file__).with_name("scorers").open("a") as file:
+            file.write(f"{os.getpid()} {' '.join(parent.cmdline())}\\n")
+
+    def score(self, episode):
+        return len(episode.text) % 7 / 7
+"""
 
 
 @pytest.fixture(scope="module")
 def on_cluster() -> Iterator[list[str]]:
     """Words that launch a run on a cluster of two slots."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen([sys.executable, str(HEAD), "2"], text=True, **pipes) as head:
-            assert head.stdout is not None
-            address = head.stdout.readline().strip()
-            assert address
-            yield ["--launcher", "ray", "--address", address]
-            head.communicate("", timeout=patient(60))
+    with ray_head() as address:
+        yield ["--launcher", "ray", "--address", address]
 
 
 def finished(process: subprocess.Popen[str]) -> str:
@@ -50,6 +57,25 @@ def outcome(run: Path) -> tuple[list[str], str]:
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     (policy,) = (run / "checkpoints/policy").glob("step-*/model.safetensors")
     return [step["tokens_hash"] for step in steps], sha256(policy.read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+def test_rewards_are_scored_on_slots_of_their_own_with_the_same_outcome(
+    tmp_path: Path, on_cluster: list[str]
+) -> None:
+    rule = tmp_path / "own_rule.py"
+    rule.write_text(RULE)
+    words = ("--steps", "1", *SMALL, "gateway.engine.workers=1", "gateway.rewards.ray_cpus=1")
+    own = ("coordinator.reward=own", f"gateway.rewards.own={{own = '{rule}:Own'}}")
+    finished(demo(tmp_path / "there", *words, *own, *on_cluster))
+    finished(demo(tmp_path / "here", *words, *own))
+    runs = [tmp_path / one / "demo-0-1" for one in ("there", "here")]
+    assert outcome(runs[0]) == outcome(runs[1])
+    scorers = [line.split(maxsplit=1) for line in (tmp_path / "scorers").read_text().splitlines()]
+    assert [host.startswith("ray::SlotHost") for _, host in scorers] == [True, False]
+    assert summary(runs[0])["trajectories_lost"] == 0
+    assert left_over(tmp_path) == []
+    assert actors() == []
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
-from ray_nodes import WITH_RAY, ray_nodes
+from ray_nodes import TOKEN, WITH_RAY, ray_nodes
+from reward_pools import HANGS_ONCE, RUN, gone, joined_slots, ray_head, written
 
 from paceline.cli.run_files import RunFiles
 from paceline.cluster.launcher import RunOnCluster, on_cluster
@@ -17,6 +20,9 @@ from paceline.config import ServiceConfig
 from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
+from paceline.services.rollout_gateway.config import RewardsConfig
+from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 HEAD, NODES = "127.0.1.1", ("127.0.1.2", "127.0.1.3", "127.0.1.4")
@@ -25,7 +31,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-several-nodes-that-tests-start-" * 2)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
 
 
@@ -99,3 +105,31 @@ async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
             visible = kept.order.environment["CUDA_VISIBLE_DEVICES"].split(",")
     assert len(set(visible)) == 3
     assert set(visible) < {"0", "1", "2", "3"}
+
+
+async def test_what_a_lost_node_was_scoring_is_scored_once_more_on_another(tmp_path: Path) -> None:
+    port, told, rule = free_ports(1)[0], tmp_path / "told", tmp_path / "rule.py"
+    rule.write_text(HANGS_ONCE)
+    address, name = f"{HEAD}:{port}", f"{RUN}/reward"
+    with (
+        ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:2], 1)}, port) as nodes,
+        ray_head("2", name, address),
+    ):
+        async with joined_slots(address, 2) as pool:
+            own = RewardsConfig(own={"own": f"{rule}:HangsOnce"})
+            rules = RewardRules(own, spawns=[slot.spawn for slot in pool.slots])
+            one = Episode(EpisodeTask("t", "p", ""), str(told), "stop")
+            asked = asyncio.create_task(rules.rule("own").score(one))
+            child, actor = await written(told, asked)
+            first = node_of(actor)
+            nodes[first].kill()
+            assert await asked == 1.0
+            assert gone(child)
+            assert node_of(int(told.read_text().split()[-1])) in set(NODES) - {first}
+            await rules.stop()
+
+
+def node_of(actor: int) -> str:
+    """Host of the node whose actor a process is."""
+    above = " ".join(word for one in psutil.Process(actor).parents() for word in one.cmdline())
+    return next(host for host in NODES if f"node_ip_address={host}" in above)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
+from paceline.cluster.actor import ActorLoop, take_surroundings
 from paceline.cluster.order import FORKSERVER, START_AGAIN, KeeperReport, ServiceOrder
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import FailedPrecondition, PacelineError, Unavailable
@@ -29,9 +28,6 @@ from paceline.local.supervisor import service_launch
 DESERTED_S = 20.0
 """Seconds without a look after which a keeper ends its service and itself."""
 _GRACE_S = 10.0
-_OF_RAY = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Variables that Ray sets for its own workers, not for what they start."""
-T = TypeVar("T")
 
 
 def node_address() -> str:
@@ -51,9 +47,7 @@ class _Need:
 
 
 class ServiceKeeper:
-    """One service. Its methods are called by Ray's threads, its work is done on a loop of its own:
-    of asyncio's kind, since a child is tied to the thread that starts it.
-    """
+    """One service. Its methods are called by Ray's threads, its work is done on its own loop."""
 
     def __init__(self, order: str) -> None:
         self._order = ServiceOrder.of(order)
@@ -63,22 +57,19 @@ class ServiceKeeper:
         self._running: asyncio.Task[None] | None = None
         self._needs: dict[str, _Need] = {}
         self._looks = asyncio.Event()
-        # Ray chooses uvloop's, whose children want the main thread.
-        asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
-        self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._end_when_deserted(), self._loop)
+        self._loop = ActorLoop()
+        self._loop.begin(self._end_when_deserted())
 
     def begin(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Starts it, and returns what services beside it need in their environment."""
-        return self._on_loop(self._begin(environment))
+        return self._loop.run(self._begin(environment))
 
     def look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
         """A KeeperReport of events from that number on, as soon as there is one, or after that
         time. `healthy`: of what it needs.
         """
-        return self._on_loop(self._look(since, healthy, wait_s))
+        return self._loop.run(self._look(since, healthy, wait_s))
 
     def silent_s(self) -> float:
         """Seconds since the last look."""
@@ -86,10 +77,7 @@ class ServiceKeeper:
 
     def stop(self, grace_s: float) -> None:
         """Stops it with all that it started."""
-        self._on_loop(self._stop(grace_s))
-
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        self._loop.run(self._stop(grace_s))
 
     async def _begin(self, environment: Mapping[str, str]) -> dict[str, str]:
         if self._child is not None:
@@ -102,10 +90,7 @@ class ServiceKeeper:
                 seen=node_address(),
                 allowed=order.host,
             )
-        os.chdir(order.directory)
-        for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
-            del os.environ[name]
-        os.environ.update({**order.environment, **environment})
+        take_surroundings(order.directory, {**order.environment, **environment})
         launch = self._launch()
         self._needs = {
             name: _Need(Launch(name, (), optional=optional))

@@ -13,19 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.cluster.actor import ADDRESS_VARIABLE, travelling
 from paceline.cluster.joined import joined
 from paceline.cluster.keeper import DESERTED_S, ServiceKeeper
 from paceline.cluster.kept import KeptService
 from paceline.cluster.nodes import GpuHolder, addresses, compare, look, require_ways
 from paceline.cluster.order import FORKSERVER, ServiceOrder
-from paceline.cluster.pools import GPU, Pool, check_room
+from paceline.cluster.pools import GPU, REWARD, Pool, check_room
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
-from paceline.local import news
-from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient
-from paceline.local.processes import HEARTBEAT_VARIABLE, PARENT_VARIABLE
 from paceline.local.services import SERVICES
 from paceline.report.machine import versions
 
@@ -33,9 +31,6 @@ _RESERVED_S = 60.0
 _LOOKED_AT_S = 60.0
 _THREADS = 8
 """Calls that a keeper takes at once."""
-_TRAVELLING = ("PACELINE_", "OTEL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "SGLANG_")
-"""Beginnings of the variables that services get from whoever starts the run."""
-_AT_HOME = (PARENT_VARIABLE, HEARTBEAT_VARIABLE, FORKSERVER_VARIABLE, news.VARIABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +120,9 @@ class _ClusterRun:
         for pool in self._run.pools:
             if pool.bundles:
                 bundles = [dict(bundle) for bundle in pool.bundles]
+                strategy = "SPREAD" if pool.spread else "STRICT_PACK"
                 self._groups[pool.name] = placement_group(
-                    bundles, strategy="STRICT_PACK", name=self._run.actor(pool.name)
+                    bundles, strategy=strategy, name=self._run.actor(pool.name)
                 )
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
@@ -157,11 +153,12 @@ class _ClusterRun:
         path.write_text(nonce, encoding="utf-8")
         own = versions()
         try:
-            for pool in self._run.pools:
-                task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool))
+            for pool, bundle in self._looked_at():
+                task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool, bundle))
                 host, found, read = await _answered(task.remote(str(path)))
                 compare(pool.name, own, found)
-                self._hosts[pool.name] = host
+                if pool.services:
+                    self._hosts[pool.name] = host
                 if read != nonce:
                     raise ConfigError(
                         f"the node of pool {pool.name} does not have the run's directory",
@@ -170,6 +167,14 @@ class _ClusterRun:
                     )
         finally:
             path.unlink(missing_ok=True)
+
+    def _looked_at(self) -> list[tuple[Pool, int]]:
+        """One bundle of each node of a pool."""
+        return [
+            (pool, bundle)
+            for pool in self._run.pools
+            for bundle in range(len(pool.bundles) if pool.spread else 1)
+        ]
 
     @property
     def addresses(self) -> list[str]:
@@ -202,7 +207,7 @@ class _ClusterRun:
             self._settings,
             modules,
             {need.launch.name: need.launch.optional for need in needs},
-            _travelling() | self._visible(pool),
+            travelling() | self._visible(pool) | self._joins(launch.name),
             self._run.health_s,
             self._run.config.run.heartbeat_s,
             self._run.config.run.hung_s,
@@ -218,6 +223,12 @@ class _ClusterRun:
     def _visible(self, pool: Pool) -> dict[str, str]:
         """GPUs that were not reserved are not ours, on whatever node."""
         return {"CUDA_VISIBLE_DEVICES": self._gpus.get(pool.name, "")}
+
+    def _joins(self, name: str) -> dict[str, str]:
+        """The gateway uses the pool of rewards itself."""
+        if name != "gateway" or REWARD not in self._groups:
+            return {}
+        return {ADDRESS_VARIABLE: self._ray.get_runtime_context().gcs_address}
 
     def _placed(self, order: ServiceOrder) -> Any:
         made = self._ray.remote(ServiceKeeper).options(
@@ -276,11 +287,3 @@ async def _answered(answer: Any) -> Any:
         raise DeadlineExceeded(
             "a node of the cluster does not answer", seen=f"{patient(_LOOKED_AT_S):.0f} s"
         ) from error
-
-
-def _travelling() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if (name.startswith(_TRAVELLING) or name == "REDIS_URL") and name not in _AT_HOME
-    }

@@ -2,7 +2,8 @@
 
 A pool is a placement group on one node, with a bundle for each worker: the slots of a
 tensor-parallel group are never apart. Services that compute on the same slots in turns share a
-pool.
+pool. That of the rewards alone is on whatever nodes have room: its slots know nothing of each
+other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from paceline.errors import ConfigError
 from paceline.local.run_settings import gpu_settings, settings_of_run
 
-CONTROL, ROLLOUT, POLICY = "control", "rollout", "policy"
+CONTROL, ROLLOUT, POLICY, REWARD = "control", "rollout", "policy", "reward"
 CPU, GPU = "CPU", "GPU"
 
 
@@ -25,12 +26,18 @@ class Pool:
     name: str
     services: tuple[str, ...]
     bundles: tuple[Mapping[str, float], ...] = ()  # () reserves nothing: the driver's node
+    spread: bool = False  # whether its bundles may be on several nodes
 
     @property
     def asks(self) -> dict[str, float]:
-        """Of its node, by kind of resource."""
+        """Of all its bundles, by kind of resource."""
         kinds = sorted({kind for bundle in self.bundles for kind in bundle})
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in kinds}
+
+    def together(self, kind: str) -> float:
+        """What one node has to have of a kind of resource."""
+        found = [bundle.get(kind, 0.0) for bundle in self.bundles]
+        return max(found, default=0.0) if self.spread else sum(found)
 
 
 def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
@@ -48,10 +55,13 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     rollout = (worker,) * gateway.worker_count
     learners = ({kind: 1.0},) * coordinator.learner_slots
     trainers = ("policy_trainer", "drafter_trainer")
-    pools = [Pool(CONTROL, ("redis", "redis_features", "coordinator"))]
+    control = Pool(CONTROL, ("redis", "redis_features", "coordinator"))
     if learners:
-        return [*pools, Pool(ROLLOUT, ("gateway",), rollout), Pool(POLICY, trainers, learners)]
-    return [*pools, Pool(ROLLOUT, ("gateway", *trainers), rollout)]
+        apart = [Pool(ROLLOUT, ("gateway",), rollout), Pool(POLICY, trainers, learners)]
+    else:
+        apart = [Pool(ROLLOUT, ("gateway", *trainers), rollout)]
+    scoring = ({CPU: 1.0},) * gateway.rewards.ray_cpus
+    return [control, *apart, *([Pool(REWARD, (), scoring, spread=True)] if scoring else [])]
 
 
 def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> None:
@@ -61,7 +71,7 @@ def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> N
     for kind in (CPU, GPU):
         wanted = [pool.asks.get(kind, 0.0) for pool in pools]
         there = [node.get(kind, 0.0) for node in nodes]
-        largest = max(wanted)
+        largest = max((pool.together(kind) for pool in pools), default=0.0)
         if largest > max(there, default=0.0) or sum(wanted) > sum(there):
             raise ConfigError(
                 "the cluster has fewer slots than this run asks for; set gateway.engine.workers",

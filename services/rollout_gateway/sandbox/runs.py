@@ -84,7 +84,7 @@ class Sandbox:
         ConfigError as `layers` does, Unavailable when the sandbox fails: that says nothing about
         the code.
         """
-        checked = _checked_files(files or {})
+        checked = checked_files(files or {})
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)
@@ -232,7 +232,8 @@ def _python() -> str:
     )
 
 
-def _checked_files(files: Mapping[str, str]) -> dict[str, str]:
+def checked_files(files: Mapping[str, str]) -> dict[str, str]:
+    """Files of a program. Raises InvalidInput for a path outside its directory."""
     for name in files:
         path = PurePosixPath(name)
         if (

@@ -1,62 +1,31 @@
-"""Starts, asks, ends and replaces a child process that scores; the gateway's end.
-
-A child is the leader of a process group: what its rules have started ends with it.
-"""
+"""Asks, ends and replaces a child process that scores; the gateway's end, wherever the child is."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import signal
-import sys
-
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
-from paceline.local.process_directory import process_directory
-from paceline.local.processes import child_environment
 from paceline.services.rollout_gateway.rewards.processes import pipes
+from paceline.services.rollout_gateway.rewards.processes.spawned import LOST, ChildLines, Spawn
 
 STOPPED = "the gateway's rewards have stopped"
-REAP_S = 5.0
-"""Longest wait for the end of a process that was killed."""
 
 
 class ChildProcess:
     """Not reused: a restart makes another."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._requests = process.stdin
-        self._answers = process.stdout
+    def __init__(self, lines: ChildLines) -> None:
+        self._lines = lines
         self.loaded: set[str] = set()
         """What its user has made it load."""
 
     @classmethod
     async def start(
-        cls, module: str, arguments: tuple[str, ...], deadline_s: float
+        cls, spawn: Spawn, module: str, arguments: tuple[str, ...], deadline_s: float
     ) -> ChildProcess:
         """Spawn `python -m module` and wait until it serves.
 
         Raises ConfigError when it refuses its arguments, Unavailable, DeadlineExceeded.
         """
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                *arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=child_environment({"TMPDIR": str(process_directory())}),
-                limit=pipes.MAX_BYTES,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise Unavailable(f"a child process of the rewards cannot start: {error}") from error
-
-        child = cls(process)
+        child = cls(await spawn(module, arguments))
         answer = await child._exchange(b"", deadline_s)
         if isinstance(answer, pipes.Refused):
             await child.close()
@@ -65,13 +34,13 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
+        """Process id, where it is."""
+        return self._lines.pid
 
     @property
     def ended(self) -> bool:
         """Whether its end was seen."""
-        return self._process.returncode is not None or self._requests.is_closing()
+        return self._lines.ended
 
     async def ask(self, request: pipes.Request, deadline_s: float) -> pipes.Answer:
         """The answer to one request; one at a time.
@@ -83,43 +52,22 @@ class ChildProcess:
 
     async def close(self) -> None:
         """Kill it, with what it started, and wait for its end."""
-        self._requests.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        # A process that the kernel does not let go is not waited for.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REAP_S):
-                await self._process.wait()
+        await self._lines.close()
 
     async def _exchange(self, line: bytes, deadline_s: float) -> pipes.Answer:
-        answered = False
+        given = await self._lines.exchange(line, deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                self._requests.write(line)
-                await self._requests.drain()
-                answer = await pipes.receive(self._answers)
-            answered = True
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                "a child process of the rewards did not answer", seen=f"{deadline_s} s"
-            ) from error
-        except (OSError, asyncio.IncompleteReadError, DataLoss) as error:
+            return pipes.ANSWERS.decode(given)
+        except DataLoss as error:
             await self.close()
-            code = self._process.returncode
-            raise Unavailable(
-                "a child process of the rewards was lost", seen=f"exit code {code}: {error}"
-            ) from error
-        finally:
-            if not answered:
-                await self.close()
-
-        return answer
+            raise Unavailable(LOST, seen=error) from error
 
 
 class ChildPlace:
     """Where one child lives after another; one caller at a time."""
 
-    def __init__(self, start_s: float) -> None:
+    def __init__(self, spawn: Spawn, start_s: float) -> None:
+        self._spawn = spawn
         self._start_s = start_s
         self._child: ChildProcess | None = None
         self._closed = False
@@ -140,7 +88,9 @@ class ChildPlace:
             raise Unavailable(STOPPED)
         if self._child is None or self._child.ended:
             try:
-                self._child = await ChildProcess.start(module, arguments, self._start_s)
+                self._child = await ChildProcess.start(
+                    self._spawn, module, arguments, self._start_s
+                )
             except DeadlineExceeded as error:
                 raise Unavailable(
                     "a child process of the rewards did not start in time", seen=error.seen

@@ -97,13 +97,13 @@ def encode(message: Request | Answer) -> bytes:
     return line
 
 
-async def receive(reader: asyncio.StreamReader) -> Answer:
-    """The child's next answer.
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    """The line of the child's next answer.
 
-    Raises IncompleteReadError at the end of the stream, DataLoss for what is no answer.
+    Raises IncompleteReadError at the end of the stream, DataLoss for one that is too long.
     """
     try:
-        return ANSWERS.decode(await reader.readuntil(b"\n"))
+        return await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as error:
         raise DataLoss("a message is too long", allowed=MAX_BYTES) from error
 

@@ -6,22 +6,24 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
+from ray_nodes import WITH_RAY
+from reward_pools import RUN, joined_slots, ray_head
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
+from paceline.services.rollout_gateway.rewards.processes.spawned import Spawn
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 RULES = """
 import asyncio, os, subprocess, sys, time
 
@@ -130,16 +132,33 @@ def own(path: Path, **settings: float) -> RewardsConfig:
     return RewardsConfig(own=classes, **settings)
 
 
-@pytest_asyncio.fixture
-async def rules(path: Path) -> AsyncIterator[RewardRules]:
-    rules = RewardRules(own(path))
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["beside", pytest.param("cluster", marks=[WITH_RAY, pytest.mark.ray])],
+)
+async def spawns(request: pytest.FixtureRequest) -> AsyncIterator[Sequence[Spawn] | None]:
+    """Where children are: beside the gateway, or on a slot of a Ray cluster."""
+    if request.param == "beside":
+        yield None
+        return
+    with ray_head("1", f"{RUN}/reward") as address:
+        async with joined_slots(address, 1) as pool:
+            yield [slot.spawn for slot in pool.slots]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rules(path: Path, spawns: Sequence[Spawn] | None) -> AsyncIterator[RewardRules]:
+    rules = RewardRules(own(path), spawns=spawns)
     yield rules
     await rules.stop()
 
 
-async def impatient(path: Path, name: str, text: str) -> tuple[float | None, list[int]]:
+async def impatient(
+    path: Path, name: str, text: str, spawns: Sequence[Spawn] | None
+) -> tuple[float | None, list[int]]:
     """One score under a short deadline."""
-    rules = RewardRules(own(path, deadline_s=0.5))
+    rules = RewardRules(own(path, deadline_s=0.5), spawns=spawns)
     try:
         return await rules.rule(name).score(episode(text)), rules.pids
     finally:
@@ -195,8 +214,10 @@ async def test_a_rule_that_raises_leaves_the_sample_unscored_and_says_why(
     assert await rules.rule("Pid").score(episode()) == pid  # the same child goes on
 
 
-async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_path: Path) -> None:
-    value, pids = await impatient(path, "Hangs", str(tmp_path / "pid"))
+async def test_a_rule_that_hangs_is_ended_with_what_it_started(
+    path: Path, tmp_path: Path, spawns: Sequence[Spawn] | None
+) -> None:
+    value, pids = await impatient(path, "Hangs", str(tmp_path / "pid"), spawns)
     assert value is None
     assert pids == []
     assert gone(int((tmp_path / "pid").read_text()))
@@ -266,8 +287,10 @@ async def test_children_are_spawned_when_they_are_needed_and_no_more(path: Path)
         await rule.score(episode())
 
 
-async def test_a_caller_that_goes_away_leaves_no_child_at_work(path: Path, tmp_path: Path) -> None:
-    rules = RewardRules(own(path))
+async def test_a_caller_that_goes_away_leaves_no_child_at_work(
+    path: Path, tmp_path: Path, spawns: Sequence[Spawn] | None
+) -> None:
+    rules = RewardRules(own(path), spawns=spawns)
     await rules.check("Hangs")
     os.mkfifo(told := tmp_path / "pid")
     asked = asyncio.create_task(rules.rule("Hangs").score(episode(str(told))))
@@ -335,37 +358,6 @@ async def test_a_mended_class_passes_the_next_check(tmp_path: Path) -> None:
 async def test_a_reward_given_by_the_agent_stands(rules: RewardRules) -> None:
     given = Episode(EpisodeTask("t", "p", "6"), "#5", "stop", reward=0.25)
     assert await rules.rule("math_answer").score(given) == 0.25
-
-
-def test_children_end_when_the_gateway_is_killed(path: Path) -> None:
-    program = f"""
-import asyncio, time
-from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.rules import RewardRules
-async def main():
-    own = {{name: f"{path}:{{name}}" for name in ("Pid", "Hangs")}}
-    rules = RewardRules(RewardsConfig(own=own))
-    print(int(await rules.rule("Pid").score(Episode(EpisodeTask("t", "p", "6"), "x", "stop"))), flush=True)
-    await rules.rule("Hangs").score(Episode(EpisodeTask("t", "p", "6"), "/dev/null", "stop"))
-asyncio.run(main())
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as gateway:
-        assert gateway.stdout is not None
-        child = psutil.Process(int(gateway.stdout.readline()))
-        gateway.kill()
-        child.wait(timeout=patient(10))
-
-
-def test_the_gateways_side_imports_neither_torch_nor_mathematics() -> None:
-    names = "{'torch', 'transformers', 'sympy'}"
-    program = f"import sys, paceline.services.rollout_gateway.rewards; print({names} & sys.modules.keys() or [])"
-    shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert shown.stdout.strip() == "[]"
 
 
 def gone(pid: int) -> bool:

@@ -27,7 +27,7 @@ def received(data: bytes) -> pipes.Answer:
         reader = asyncio.StreamReader(limit=1000)
         reader.feed_data(data)
         reader.feed_eof()
-        return await pipes.receive(reader)
+        return pipes.ANSWERS.decode(await pipes.receive(reader))
 
     return asyncio.run(read())
 
