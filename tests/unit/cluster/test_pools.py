@@ -50,3 +50,8 @@ def test_pools_that_are_too_much_together_are_refused() -> None:
     check_room(apart, [{CPU: 2.0}, {CPU: 2.0}])
     with pytest.raises(ConfigError, match=r"seen: 4 CPU.*allowed: nodes with 3 CPU"):
         check_room(apart, [{CPU: 3.0}])
+
+
+def test_ranks_on_several_hosts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"seen: policy_trainer.hosts=\[1, 1\]"):
+        pools("policy_trainer.hosts=[1,1]")
