@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import DeadlineExceeded
-from paceline.local.processes import usable_cores
-from paceline.local.services import service
-from paceline.ranks.group import RankGroup
+from paceline.ranks.hosts import RankHosts
 from paceline.ranks.messages import Save, Saved
+from paceline.ranks.spread import SpreadRanks
 from paceline.ranks.watched import WatchedRanks
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
+from paceline.services.policy_trainer.hosts import group_on, ranks_by_host, same_on_hosts
 from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Command,
@@ -36,20 +37,18 @@ class PolicyDriver:
     """Runs one command at a time. `watched.supervise` must be running."""
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
+        """Raises ConfigError for hosts of ranks that cannot be."""
         self._config = config
-        self.world_size = config.ranks or min(2, usable_cores())
+        sizes = ranks_by_host(config)
+        self.world_size = sum(sizes)
         """Ranks, each on a slot of its own."""
+        self.hosts = RankHosts(len(sizes) - 1, "policy_trainer", same_on_hosts(config))
+        """Those beside this one, which may join."""
         self.progress = Progress()
+        own = group_on(config, 0)
+        folder = Path(config.run.dir) / "policy" / "ranks"
         self.watched = WatchedRanks[Message](
-            RankGroup(
-                "paceline.services.policy_trainer.rank",
-                world_size=self.world_size,
-                threads_per_rank=config.threads_per_rank,
-                log_dir=Path(config.run.dir) / "logs",
-                config=config,
-                heartbeat_s=config.run.heartbeat_s,
-                preload=service("policy_trainer").forked,
-            ),
+            SpreadRanks([own, *self.hosts.ranks], folder) if self.hosts.ranks else own,
             MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
@@ -62,6 +61,12 @@ class PolicyDriver:
     def busy(self) -> bool:
         """Whether a command is running."""
         return self._turn.locked()
+
+    async def idle(self, deadline_s: float) -> None:
+        """Waits until no command is running, or for so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s), self._turn:
+                pass
 
     async def run(self, command: Command, deadline_s: float) -> AsyncIterator[News]:
         """Sends a command and yields its news up to the last.

@@ -17,6 +17,7 @@ from paceline.rpc.progress import add_progress
 from paceline.services.policy_trainer.algorithms import check_algorithm
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.driver import PolicyDriver
+from paceline.services.policy_trainer.hosts import check_hosts
 from paceline.services.policy_trainer.messages import (
     Batched,
     Kept,
@@ -31,9 +32,11 @@ from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from paceline.v1.progress_pb2 import GetProgressResponse
+from paceline.v1.ranks_pb2_grpc import add_RankHostServiceServicer_to_server
 from paceline.v1.trajectory_pb2 import CommandContext
 
 SERVICE_NAME = "paceline.v1.PolicyService"
+HOSTS_NAME = "paceline.v1.RankHostService"
 STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30
 _log = get_logger(__name__)
 
@@ -123,13 +126,19 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     check_model(Path(config.model))
     check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)
-    ranks = PolicyDriver(config)
+    check_hosts(config)
     server = Server(config.addresses.policy_trainer, config.security)
+    ranks = PolicyDriver(config)
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
+    if ranks.hosts.ranks:
+        server.add(add_RankHostServiceServicer_to_server, ranks.hosts, HOSTS_NAME)
     add_progress(server, lambda: _progress(ranks))
     async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=1.0):
-        await server.stop(STOP_GRACE_S / 2)
+        # No new call is taken; the hosts of ranks, whose calls last, stay for the checkpoint.
+        stopping = asyncio.create_task(server.stop(STOP_GRACE_S))
+        await ranks.idle(STOP_GRACE_S / 2)
         await _save_final(ranks)
+    await stopping
 
 
 async def _progress(ranks: PolicyDriver) -> GetProgressResponse:

@@ -66,9 +66,11 @@ def plan_run(
     slots, cores = gateway.worker_count * per_worker, usable_cores()
     leased = coordinator.learner_slots or slots
     count = leased if elsewhere and on_gpus else len(gpus)
-    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=count)
+    named = policy.ranks or sum(policy.hosts)
+    ranks = memory_plan.policy_ranks(named, leased, cores=cores, gpus=count)
     if gpus:
-        _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
+        here = policy.hosts[0] if policy.hosts else ranks
+        _check_enough("policy_trainer.ranks", policy.device, here, len(gpus))
         _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
         engine = gateway.engine
         if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
@@ -76,7 +78,7 @@ def plan_run(
             _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_correction(gateway, policy)
     lines = _memory(found, ranks, gpus)
-    chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
+    chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)

@@ -41,13 +41,19 @@ class Pool:
 
 
 def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
-    """The pools of a run with these settings.
+    """The pools of a run with these settings. Raises ConfigError for ranks on several hosts.
 
     Colocated, rollouts, policy and drafter take turns on the same slots. Where the learner has
     slots of its own, both trainers are on the node of those.
     """
     found = settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]
+    if len(hosts := found["policy_trainer"].hosts) > 1:
+        raise ConfigError(
+            "a pool is on one node, and so are the ranks of the policy",
+            seen=f"policy_trainer.hosts={list(hosts)}",
+            allowed="no hosts under Ray; several hosts without it",
+        )
     engine = gateway.engine  # of SGLang also what is left open: a cluster has GPUs for it
     for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
     kind = GPU if for_sglang or gpu_settings(found) else CPU

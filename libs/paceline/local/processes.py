@@ -21,10 +21,16 @@ PARENT_VARIABLE = "PACELINE_PARENT_PID"
 HEARTBEAT_VARIABLE = "PACELINE_HEARTBEAT"
 """Where a child answers beats (heartbeat.py); "" where nobody looks."""
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
-"""Environment under which torch's ranks of one host listen on no other interface."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""Interface that no other host reaches."""
 
+
+def listening_on(interface: str) -> dict[str, str]:
+    """Environment under which torch's ranks listen on no other network interface."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+LOOPBACK_ONLY = listening_on(LOOPBACK)
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2

@@ -1,7 +1,7 @@
 """Spawns one process per rank of a trainer and carries messages to and from them.
 
 The parent imports no torch. Ranks find each other over a file in this process's own directory, and
-listen on loopback alone.
+listen on loopback alone, but where they are some of a group on several hosts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,13 @@ from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
 from paceline.local.process_directory import process_directory
-from paceline.local.processes import LOOPBACK_ONLY, die_with_parent, last_lines, last_words
+from paceline.local.processes import (
+    LOOPBACK,
+    die_with_parent,
+    last_lines,
+    last_words,
+    listening_on,
+)
 from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
@@ -43,8 +50,19 @@ class RankLost(Unavailable):
     reason = "RANK_LOST"
 
 
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """Which ranks of a group on several hosts are on this one, and how they reach the others."""
+
+    first: int
+    world_size: int  # of all hosts together
+    interface: str  # of the network
+
+
 class RankGroup:
-    """Parent side of the ranks of one trainer; made once per membership."""
+    """Parent side of the ranks of one trainer, or of those on this host; made once per
+    membership.
+    """
 
     def __init__(
         self,
@@ -56,13 +74,16 @@ class RankGroup:
         config: Config | None = None,
         preload: Sequence[str] = (),
         heartbeat_s: float = LIMIT_S,
+        share: HostShare | None = None,
     ) -> None:
         """`config`: what the ranks read with RankLink.config; `preload`: modules that `module`
-        imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never.
+        imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never;
+        `share`: where `world_size` ranks are not all.
         """
         self._module = module
         self._name = ".".join(module.split(".")[-2:])  # its service's and its own
-        self._world_size = world_size
+        self._share = share or HostShare(0, world_size, LOOPBACK)
+        self._ranks = range(self._share.first, self._share.first + world_size)
         self._log_dir = log_dir
         self._heartbeat_s = heartbeat_s
         own = {"OMP_NUM_THREADS": str(threads_per_rank)}
@@ -85,8 +106,14 @@ class RankGroup:
         """Process ids, by rank; [] before start and after stop."""
         return [process.pid for process in self._processes]
 
-    async def start(self, deadline_s: float) -> None:
-        """Spawn all ranks and wait until each said it is ready.
+    @property
+    def pids_here(self) -> list[int]:
+        """Those on this host: all."""
+        return self.pids
+
+    async def start(self, deadline_s: float, store: str = "") -> None:
+        """Spawn all ranks and wait until each said it is ready. `store`: file over which they meet
+        those of other hosts; "": one of their own.
 
         Raises RankLost when one ends first, DeadlineExceeded when one is not ready in time; then
         none is left running.
@@ -96,8 +123,8 @@ class RankGroup:
         self._bind()
         try:
             end = asyncio.get_running_loop().time() + deadline_s
-            for rank in range(self._world_size):
-                await self._spawn(rank, end - asyncio.get_running_loop().time())
+            for rank in self._ranks:
+                await self._spawn(rank, end - asyncio.get_running_loop().time(), store)
             await self._all_ready(end - asyncio.get_running_loop().time())
         except BaseException:
             await self.stop(0.0)
@@ -105,7 +132,7 @@ class RankGroup:
 
     async def send(self, message: bytes) -> None:
         """Send one message to every rank. Raises RankLost when one is gone."""
-        for rank in range(self._world_size):
+        for rank in self._ranks:
             self._raise_if_lost()
             try:
                 async with asyncio.timeout(_SEND_S):
@@ -139,8 +166,8 @@ class RankGroup:
         self.signal(signal.SIGTERM)
         if self._watches:
             await asyncio.wait(self._watches, timeout=grace_s)
-        self.kill()
-        await asyncio.gather(*self._watches)
+            self.kill()
+            await asyncio.wait(self._watches)  # unlike gather: who is cancelled here can come again
         if any(process.returncode is None for process in self._processes):
             await self._forker.close()  # it is stopped too: it has not told of a rank's end
         self._processes, self._watches, self._lost = [], [], None
@@ -183,18 +210,18 @@ class RankGroup:
         self._socket.bind(f"ipc://{self._folder}/ranks")
         self._lost = asyncio.get_running_loop().create_future()
 
-    async def _spawn(self, rank: int, deadline_s: float) -> None:
+    async def _spawn(self, rank: int, deadline_s: float, store: str) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         heartbeat = Heartbeat(self._heartbeat_s)
         environment = {
             **self._environment,
             **heartbeat.environment,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._world_size),
-            "LOCAL_WORLD_SIZE": str(self._world_size),
-            **LOOPBACK_ONLY,
-            STORE_VARIABLE: f"{self._folder}/store",
+            "LOCAL_RANK": str(rank - self._share.first),
+            "WORLD_SIZE": str(self._share.world_size),
+            "LOCAL_WORLD_SIZE": str(len(self._ranks)),
+            **listening_on(self._share.interface),
+            STORE_VARIABLE: store or f"{self._folder}/store",
             SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
         }
         log = self._log(rank)
@@ -224,7 +251,7 @@ class RankGroup:
 
     async def _all_ready(self, deadline_s: float) -> None:
         end = asyncio.get_running_loop().time() + deadline_s
-        waiting = set(range(self._world_size))
+        waiting = set(self._ranks)
         while waiting:
             rank, kind, payload = await self._receive(end - asyncio.get_running_loop().time())
             if kind == _READY:

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
 from paceline.local.processes import stopped
-from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Doing, Failed, Impaired
+from paceline.ranks.spread import Ranks
 from paceline.rpc import Server
 from paceline.rpc.progress import Activity
 from paceline.tagged_json import TaggedJson
@@ -24,12 +24,14 @@ from paceline.v1.progress_pb2 import Part
 _RESTARTS = 5
 _BACKOFF_S = 0.5
 _IDLE_S = 3600.0
+_LAST_WORDS_S = 1.0
+"""Of calls that have their answer when a service ends."""
 _log = get_logger(__name__)
 M = TypeVar("M")
 
 
 class WatchedRanks(Generic[M]):
-    """A RankGroup under supervision; `supervise` must be running.
+    """A group of ranks under supervision; `supervise` must be running.
 
     `on_message` takes what any rank says, first of all where rank 0 stands; then `on_start`
     prepares a newly started group before it takes commands. `on_lost` hears of a loss before the
@@ -38,7 +40,7 @@ class WatchedRanks(Generic[M]):
 
     def __init__(
         self,
-        group: RankGroup,
+        group: Ranks,
         messages: TaggedJson[M],
         *,
         service: str,
@@ -73,7 +75,7 @@ class WatchedRanks(Generic[M]):
 
     def parts(self, counts: Mapping[str, int]) -> list[Part]:
         """The service, which waits for its ranks while it is asked for something, and the ranks."""
-        trouble = stopped(self.pids) or ("" if self.ready else "they are being started")
+        trouble = stopped(self._group.pids_here) or ("" if self.ready else "they are being started")
         # The spans of the ranks are not of this process.
         ranks = self._doing.part({"ranks": len(self.pids)}, trouble=trouble)
         ranks.ClearField("last_span")
@@ -154,7 +156,7 @@ class WatchedRanks(Generic[M]):
                 task.cancel()
             await asyncio.gather(health, stopped, supervision, return_exceptions=True)
             await self.stop(grace_s)
-            await server.stop(0)
+            await server.stop(_LAST_WORDS_S)
 
     async def _show_health(self, server: Server, service: str) -> None:
         """For ever: the service serves while the ranks take commands."""

@@ -58,3 +58,8 @@ def test_rewards_have_slots_on_any_node_where_they_are_asked_for() -> None:
     check_room(asked, [{CPU: 2.0}, {CPU: 2.0}, {CPU: 1.0}])
     with pytest.raises(ConfigError, match=r"seen: 5 CPU, 2 of them on one node"):
         check_room(asked, [{CPU: 2.0}, {CPU: 2.0}])
+
+
+def test_ranks_on_several_hosts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"seen: policy_trainer.hosts=\[1, 1\]"):
+        pools("policy_trainer.hosts=[1,1]")

@@ -199,6 +199,8 @@ def test_two_never_compute_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     planned("policy_trainer.ranks=2")  # which then compute on the CPU
     with pytest.raises(ConfigError, match=r"2 policy_trainer.ranks; allowed: at most 1"):
         planned("policy_trainer.ranks=2", "policy_trainer.device=cuda")
+    hosts = planned("policy_trainer.hosts=[1,1]", "policy_trainer.device=cuda")
+    assert hosts.overrides == []  # the other host has a GPU of its own
     with pytest.raises(ConfigError, match=r"2 slots of the drafter; allowed: at most 1"):
         planned("drafter_trainer.device=cuda")
 

@@ -1,0 +1,121 @@
+"""Says which ranks of the policy are on which host, and what its hosts need of each other. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import socket
+from pathlib import Path
+
+import psutil
+
+from paceline.errors import ConfigError
+from paceline.local.processes import LOOPBACK, usable_cores
+from paceline.local.services import service
+from paceline.ranks.group import HostShare, RankGroup
+from paceline.report.machine import versions
+from paceline.rpc import is_loopback
+from paceline.services.policy_trainer.config import PolicyTrainerConfig
+
+_OF_A_HOST = frozenset({"interface", "redis", "security", "telemetry"})
+"""Settings that hosts may have each for itself."""
+_VERSIONS = ("python", "paceline", "torch", "transformers")
+
+
+def ranks_by_host(config: PolicyTrainerConfig) -> tuple[int, ...]:
+    """How many ranks are on each host, the trainer's own first."""
+    return config.hosts or (config.ranks or min(2, usable_cores()),)
+
+
+def check_hosts(config: PolicyTrainerConfig) -> None:
+    """Raises ConfigError for hosts that do not fit the ranks, or whose ranks anybody could join."""
+    if config.hosts and config.ranks not in (0, sum(config.hosts)):
+        raise ConfigError(
+            "policy_trainer.hosts and policy_trainer.ranks do not fit together",
+            seen=f"{sum(config.hosts)} ranks on hosts, ranks={config.ranks}",
+            allowed=f"ranks={sum(config.hosts)}, or 0",
+        )
+    security, address = config.security, config.addresses.policy_trainer
+    waived = security.plain_ranks or security.allow_insecure
+    if len(config.hosts) > 1 and not (is_loopback(address) or waived):
+        raise ConfigError(
+            "ranks on several hosts exchange weights and gradients without TLS, which gloo, as "
+            "torch is built, and NCCL do not have",
+            reason="PLAIN_RANKS",
+            seen=f"policy_trainer.hosts={list(config.hosts)} at {address}",
+            allowed="security.plain_ranks=true on a network that these hosts alone reach",
+        )
+
+
+def group_on(config: PolicyTrainerConfig, host: int) -> RankGroup:
+    """The ranks of one host, to be started there. Raises ConfigError."""
+    sizes = ranks_by_host(config)
+    share = None
+    if len(sizes) > 1:
+        share = HostShare(sum(sizes[:host]), sum(sizes), _interface(config, host))
+    return RankGroup(
+        "paceline.services.policy_trainer.rank",
+        world_size=sizes[host],
+        threads_per_rank=config.threads_per_rank,
+        log_dir=Path(config.run.dir) / "logs",
+        config=config,
+        heartbeat_s=config.run.heartbeat_s,
+        preload=service("policy_trainer").forked,
+        share=share,
+    )
+
+
+def same_on_hosts(config: PolicyTrainerConfig) -> dict[str, str]:
+    """What all hosts have to have alike, by name: versions, and hashes of settings."""
+    found = {name: value for name, value in versions().items() if name in _VERSIONS}
+    for name, value in config.model_dump(mode="json", exclude=set(_OF_A_HOST)).items():
+        text = json.dumps(value, sort_keys=True).encode()
+        found[f"{name} in the settings"] = hashlib.sha256(text).hexdigest()[:16]
+    return found
+
+
+def _interface(config: PolicyTrainerConfig, host: int) -> str:
+    """That the ranks of a host listen on."""
+    if config.interface:
+        return _known(config.interface)
+    address = config.addresses.policy_trainer
+    name, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], found[1]) as towards:
+            towards.connect(found[4])  # sends nothing: the kernel chooses the way
+            # the service's own address is where the others look for its ranks too
+            own = str((towards.getsockname() if host else found[4])[0])
+    except OSError as error:
+        raise ConfigError(
+            "no way leads to the policy trainer", reason="ADDRESS", seen=f"{address}: {error}"
+        ) from error
+    return _interface_of(own)
+
+
+def _known(interface: str) -> str:
+    there = sorted(name for _, name in socket.if_nameindex())
+    if interface not in there:
+        raise ConfigError(
+            "this host has no such network interface; set policy_trainer.interface",
+            seen=interface,
+            allowed=", ".join(there),
+        )
+    return interface
+
+
+def _interface_of(address: str) -> str:
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return LOOPBACK
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in found):
+            return name
+    raise ConfigError(
+        "no network interface of this host has the policy trainer's address; set "
+        "policy_trainer.interface",
+        seen=address,
+        allowed=", ".join(sorted(psutil.net_if_addrs())),
+    )
