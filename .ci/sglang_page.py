@@ -167,7 +167,7 @@ def plan_block(files: Sequence[str], gpus: str, shape: Mapping[str, Any]) -> Ite
         (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         overrides = [f"gateway.model={folder}"]
         plan = plan_run([Path(one) for one in files], overrides, parse_gpus(gpus))
-    yield "<!-- not run: it needs the model's directory; .ci/docs computes these lines -->"
+    yield "<!-- computed by: .ci/docs, from the model's shape -->"
     yield "```console"
     yield f"$ paceline plan {' '.join(f'--config {one}' for one in files)} --gpus {gpus}"
     yield from plan.lines

@@ -5,6 +5,8 @@ A block is a fence with a language. An HTML comment right above it may say how i
     <!-- file: NAME -->               it is written to this file
     <!-- background until: TEXT -->   its command goes on until the page's end; TEXT shows that it is ready
     <!-- run by: tests/PATH ... -->   that test runs it
+    <!-- computed by: .ci/PATH ... -->  what it prints is written there from the code, and .ci/check compares
+    <!-- planned: REASON -->          its run takes too long: `paceline plan` reads its settings and files instead
     <!-- not run: REASON -->          nothing does
 
 A console block has its commands behind `$ `; lines below one are what it prints.
@@ -32,8 +34,13 @@ from paceline.local.patience import patient
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARK = re.compile(
-    r"<!-- (?P<how>file|background until|run by|not run): (?P<what>\S.*?) -->", re.DOTALL
+    r"<!-- (?P<how>file|background until|run by|computed by|planned|not run): (?P<what>\S.*?) -->",
+    re.DOTALL,
 )
+WHOLE_RUN = re.compile(
+    r"paceline (?P<kind>up|demo)(?P<settings>( --config \S+| [\w.]+=\S+)+)( +#.*)?"
+)
+DEMO = "examples/demo/demo.toml"
 COMMAND_S = patient(60)
 CLI = "paceline.cli.main"
 
@@ -51,6 +58,16 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def plans(self) -> list[str]:
+        """What plans the runs that a block starts."""
+        found = []
+        for command, _ in self.commands():
+            run = WHOLE_RUN.fullmatch(command)
+            assert run is not None, f"{self}: no run of settings alone: $ {command}"
+            file = f" --config {DEMO}" if run["kind"] == "demo" else ""
+            found.append(f"paceline plan{file}{run['settings']}")
+        return found
 
     def commands(self) -> list[tuple[str, list[str]]]:
         """The commands of a console block, each with the lines that it is said to print."""
@@ -107,8 +124,11 @@ class Reader:
         """Fails where a command or a program does, or prints something else than the page says."""
         text = self._said(block.text)
         match block.how, block.language:
-            case ("not run" | "run by", _) | ("", "text"):
+            case ("not run" | "run by" | "computed by", _) | ("", "text"):
                 return
+            case "planned", "console":
+                for plan in block.plans():
+                    self._run(block, ["bash", "-c", self._said(plan)], timeout_s)
             case "file", _:
                 (self.folder / block.what).write_text(text)
             case "background until", "console":
@@ -118,7 +138,8 @@ class Reader:
                 for command, printed in block.commands():
                     out = self._run(block, ["bash", "-c", self._said(command)], timeout_s)
                     if printed:
-                        assert out.splitlines() == printed, f"{block}: $ {command}"
+                        lines = [line.rstrip() for line in out.splitlines()]
+                        assert lines == printed, f"{block}: $ {command}\n{out}"
             case "", "python":
                 self._run(block, [sys.executable, "-c", text], timeout_s)
             case _:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
-from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock
+from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock, traced
 
-with connect() as client, client.session(task="bolts") as session:
+with traced(), connect() as client, client.session(task="bolts") as session:
     chat = ChatOpenAI(model="model", **session.openai_options()).bind_tools([stock, price])
     graph = StateGraph(MessagesState)
     graph.add_node("model", lambda state: {"messages": [chat.invoke(state["messages"])]})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
-from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock
+from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock, traced
 
 set_tracing_disabled(True)  # its traces would go to OpenAI
 
-with connect() as client, client.session(task="bolts") as session:
+with traced(), connect() as client, client.session(task="bolts") as session:
     model = OpenAIChatCompletionsModel("model", AsyncOpenAI(**session.openai_options()))
     tools = [function_tool(stock), function_tool(price)]
     agent = Agent(name="books", instructions=INSTRUCTIONS, tools=tools, model=model)

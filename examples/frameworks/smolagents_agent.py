@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool
-from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock
+from warehouse import INSTRUCTIONS, QUESTION, connect, price, settle, stock, traced
 
-with connect() as client, client.session(task="bolts") as session:
+with traced(), connect() as client, client.session(task="bolts") as session:
     options = session.openai_options()
-    model = OpenAIModel("model", api_base=options["base_url"], api_key=options["api_key"])
+    url, key = options["base_url"], options["api_key"]
+    model = OpenAIModel("model", api_base=url, api_key=key, client_kwargs=options)
     tools = [tool(stock), tool(price)]
     agent = ToolCallingAgent(tools, model, instructions=INSTRUCTIONS, verbosity_level=0)
     settle(session, str(agent.run(QUESTION)))

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from paceline.client import Client, Session
 
@@ -36,6 +44,18 @@ def connect() -> Client:
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
     return Client(parser.parse_args().url)
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """The span of an agent's run, sent where OTEL_EXPORTER_OTLP_ENDPOINT says, else nowhere."""
+    provider = TracerProvider(resource=Resource.create({"service.name": "agent"}))
+    if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    about = {"gen_ai.operation.name": "invoke_agent"}
+    with provider.get_tracer("agent").start_as_current_span("invoke_agent", attributes=about):
+        yield
+    provider.shutdown()
 
 
 def settle(session: Session, answer: str) -> None:

@@ -1,17 +1,21 @@
-"""README, docs/agents.md and docs/tutorial.md, played from their first block to their last."""
+"""README, docs/agents.md and docs/tutorial.md, played from their first block to their last; commands
+of docs/drafters.md.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT, Reader, blocks_of, reader
+from doc_pages import ROOT, Block, Reader, blocks_of, reader
 
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
+from paceline.speculators.kinds import find_kind
 
 WORKLOAD = ROOT / "benchmarks/workloads/two_digits"
 SERVICE_PORTS = ("coordinator", "gateway", "http", "policy_trainer", "drafter_trainer", "events")
@@ -83,3 +87,29 @@ def test_the_tutorial_trains_an_agent_from_an_empty_folder(tmp_path: Path) -> No
     rewarded_s = next(event[1] for event in events if event[2] == "ShareDone")
     began_s = (tmp_path / "make_tasks.py").stat().st_mtime
     print(f"{rewarded_s - began_s:.0f} s to the first rewards; by step: {rewards}")
+
+
+@pytest.mark.timeout(180)
+def test_the_drafters_page_trains_a_drafter_and_exports_it(folder: Path) -> None:
+    question = {"role": "user", "content": "12:18="}
+    chat = {"messages": [question, {"role": "assistant", "content": "12:18: 6 #6"}]}
+    (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 12)
+    _, train, export = run_here("docs/drafters.md")
+    with reader(folder, str) as one:
+        for block in (train, export):
+            one.play(block, patient(80))
+    config = json.loads((folder / "eagle-sglang/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+
+
+def test_the_drafters_page_names_a_kind_of_ones_own(folder: Path) -> None:
+    kind, *_ = run_here("docs/drafters.md")
+    (folder / "medusa.py").write_text(kind.text)
+    found = find_kind(f"{folder}/medusa.py:KIND")
+    assert (found.name, found.inner_layers({}, 12)) == ("medusa", (2, 6))
+
+
+def run_here(page: str) -> list[Block]:
+    """The blocks of a page that say that this file runs them."""
+    name = "tests/integration/test_pages.py"
+    return [replace(one, how="") for one in blocks_of(ROOT / page) if one.what.startswith(name)]

@@ -21,6 +21,11 @@ NO_CODE = ("text", "mermaid")
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
+def named_file(block: Block) -> str:
+    """The file that a comment names first."""
+    return block.what.split()[0].rstrip(",;")
+
+
 def run_alone(block: Block, folder: Path) -> None:
     """Runs a block of a page whose blocks stand for themselves, from the root of the checkout."""
     match block.language:
@@ -52,9 +57,15 @@ def test_a_block_runs_or_says_why_not(block: Block, tmp_path: Path) -> None:
         case "not run":
             assert len(block.what.split()) >= 3, f"{block}: a reason in words"
         case "run by":
-            test = ROOT / block.what.split()[0]
+            test = ROOT / named_file(block)
             assert test.is_file(), f"{block}: {test} does not exist"
             assert re.search(r"\bPAGE\b|docs", test.read_text()), f"{block}: {test} reads no page"
+        case "computed by":
+            assert (ROOT / named_file(block)).is_file(), f"{block}: who computes it?"
+            assert "make docs" in block.page.read_text(), f"{block}: no page of .ci/docs"
+        case "planned" if block.page.name not in PLAYED:
+            assert len(block.what.split()) >= 3, f"{block}: a reason in words"
+            run_alone(block, tmp_path)
         case _ if block.language not in NO_CODE and block.page.name not in PLAYED:
             assert not block.how, f"{block}: only a page that is played has files and terminals"
             run_alone(block, tmp_path)
@@ -75,6 +86,8 @@ def test_the_pages_that_are_played_exist_and_have_commands() -> None:
         ("```console\n$ echo one\ntwo\n```\n", r"\$ echo one"),
         ("```console\necho one\n```\n", "begins with a command"),
         ("```python\nassert 1 == 2\n```\n", "AssertionError"),
+        ("<!-- planned: takes too long -->\n```console\n$ paceline up\n```\n", "settings alone"),
+        ("<!-- planned: takes too long -->\n```console\n$ paceline up --config a\n```\n", "'a'"),
         ("<!-- background until: ready -->\n```console\n$ false\n```\n", "never 'ready'"),
     ],
 )

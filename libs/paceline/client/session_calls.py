@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 
@@ -12,6 +13,7 @@ from paceline.client.answers import ChatAnswer, OpenedSession, SessionInfo, Task
 from paceline.client.calls import GatewayCall
 from paceline.client.flows import Flow, ending
 from paceline.client.settings import ClientSettings
+from paceline.client.traces import TraceHeaders
 from paceline.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -76,12 +78,14 @@ class SessionCalls:
         """
         return self._ended
 
-    def openai_options(self) -> dict[str, str]:
-        """Keyword arguments for `openai.OpenAI` or `openai.AsyncOpenAI`.
+    def openai_options(self) -> dict[str, Any]:
+        """Keyword arguments for `openai.OpenAI` or `openai.AsyncOpenAI`: each request carries the
+        trace of the span that is current when it is sent.
 
         Holds the key: do not log it.
         """
-        return {"api_key": self._key, "base_url": self.base_url}
+        headers = TraceHeaders()
+        return {"api_key": self._key, "base_url": self.base_url, "default_headers": headers}
 
     def _end(self, call: GatewayCall[SessionInfo]) -> Flow[SessionInfo]:
         info = yield from ending(call, calls.session_info(self.id, self._key), self._settings)

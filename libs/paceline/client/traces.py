@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator, Mapping
 
 API = "opentelemetry.trace"
 PROPAGATOR = f"{API}.propagation.tracecontext"
@@ -20,3 +21,24 @@ def trace_headers() -> dict[str, str]:
         module = importlib.import_module(PROPAGATOR)
         module.TraceContextTextMapPropagator().inject(carrier)
     return carrier
+
+
+class TraceHeaders(Mapping[str, str]):
+    """What `trace_headers()` gives whenever it is looked up: for a client that is made once and
+    asks for its headers with every request, while spans come and go.
+    """
+
+    def __getitem__(self, name: str) -> str:
+        return trace_headers()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(trace_headers())
+
+    def __len__(self) -> int:
+        return len(trace_headers())
+
+    def __bool__(self) -> bool:
+        return True  # empty for now: what is given as `headers or {}` is still kept
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({trace_headers()})"

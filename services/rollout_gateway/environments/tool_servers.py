@@ -1,7 +1,8 @@
 """Speaks to servers of the Model Context Protocol, whose tools a model may call.
 
 A server is a command that speaks on its standard streams, started once for the gateway, or a URL.
-It needs the extra `mcp`.
+One that has never served is a wrong setting; one that is away later is a machine's fault, and the
+next call tries it again. It needs the extra `mcp`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ToolServer:
         self._config = config
         self._turn = asyncio.Lock()
         self._held: asyncio.Task[None] | None = None
-        self._client: Any = None
+        self._client: Any = None  # stays when it is lost: the server can be used
         self._over = asyncio.Event()
 
     async def tools(self) -> Mapping[str, Tool]:
@@ -84,7 +85,8 @@ class ToolServer:
         """Whether a server that has failed a call is gone; the next call then starts it again."""
         try:
             async with self._deadline("is silent"):
-                await client.send_ping()
+                # A ping would do, but the protocol of 2026-07-28 has none.
+                await client.list_tools(cache_mode="bypass")
         except Exception as error:  # noqa: BLE001  # as above
             log.warning("a tool server was lost", server=self._name, error=repr(error))
             if client is self._client:
@@ -116,8 +118,9 @@ class ToolServer:
             if ready.done():
                 log.warning("a tool server was lost", server=self._name, error=repr(error))
                 return
+            fault = ConfigError if self._client is None else Unavailable
             message = f"the tool server {self._name} cannot be used: {_first(error)}"
-            ready.set_exception(ConfigError(message, seen=self._config.place))
+            ready.set_exception(fault(message, seen=self._config.place))
 
     def _transport(self) -> Any:
         """Raises ConfigError without the library."""

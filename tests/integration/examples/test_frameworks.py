@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 from example_runs import Serve, run_example
+from otlp_receiver import OtlpReceiver, receiving
+
+from paceline.local.patience import patient
+from paceline.telemetry import names
 
 RIGHT = "1  240 bolts at 0.35 each are worth 84.00."
+TURNS = 3
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    """What processes that are started after it send."""
+    with receiving() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        yield receiver
 
 
 @pytest.mark.parametrize(
-    ("framework", "script", "turns"),
+    ("framework", "script", "branches"),
     [
-        ("agents", "openai_agents_agent", "3 turns in 1 branches"),
-        ("langgraph", "langgraph_agent", "3 turns in 1 branches"),
-        ("smolagents", "smolagents_agent", "3 turns in 3 branches"),
+        ("agents", "openai_agents_agent", 1),
+        ("langgraph", "langgraph_agent", 1),
+        ("smolagents", "smolagents_agent", 3),
     ],
 )
-def test_the_agents_run_is_a_session_of_what_its_model_said(
-    serve: Serve, framework: str, script: str, turns: str
+def test_the_agents_run_is_a_session_of_what_its_model_said_in_the_agents_trace(
+    received: OtlpReceiver, serve: Serve, framework: str, script: str, branches: int
 ) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: pip install 'paceline[examples]'")
     done = run_example(f"frameworks/{script}.py", "--url", serve("frameworks"))
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"{RIGHT}  ({turns};"), line
+    assert line.startswith(f"{RIGHT}  ({TURNS} turns in {branches} branches;"), line
+    session_hangs_below_the_agent(received)
+
+
+def session_hangs_below_the_agent(received: OtlpReceiver) -> None:
+    """Its opening and each of its model calls came under the span of the agent's run."""
+    whole = {"invoke_agent": 1, names.AGENT_SESSION: 1, names.ENGINE_REQUEST: TURNS}
+    arrived = received.until(
+        lambda: all(len(received.named(name)) == count for name, count in whole.items()),
+        patient(20),
+    )
+    assert arrived, [one.name for one in received.spans]
+    by_id = {one.span_id: one for one in received.spans}
+    (agent,) = received.named("invoke_agent")
+    (session,) = received.named(names.AGENT_SESSION)
+    asked = received.named(names.ENGINE_REQUEST)
+    assert agent.service == "agent"
+    assert [one.links for one in asked] == [(session.span_id,)] * TURNS
+    for one in (session, *asked):
+        request = by_id[one.parent_id]
+        assert (request.name, request.parent_id) == (names.HTTP_REQUEST, agent.span_id)

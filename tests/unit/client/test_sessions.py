@@ -55,7 +55,11 @@ async def test_a_session_is_opened_with_what_is_given_under_the_gateways_token(
 async def test_calls_of_a_session_carry_its_key(gateway: ScriptedGateway, client: Any) -> None:
     session = await client.session()
     options = session.openai_options()
-    assert options == {"api_key": "key-of-s1", "base_url": f"{gateway.base_url}/v1"}
+    assert options == {
+        "api_key": "key-of-s1",
+        "base_url": f"{gateway.base_url}/v1",
+        "default_headers": {},
+    }
     assert (session.api_key, session.base_url) == (options["api_key"], options["base_url"])
     await session.info()
     await session.reward(True, completion="chatcmpl-7", accumulate=True)

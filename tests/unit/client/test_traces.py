@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import openai
 from opentelemetry.context import attach, detach
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import (
@@ -17,7 +18,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from unit.client.scripted_gateway import ScriptedGateway
+from unit.client.scripted_gateway import ScriptedGateway, reply
 
 from paceline.client.traces import trace_headers
 
@@ -59,6 +60,22 @@ async def test_every_call_is_sent_under_the_span_around_it(
     await session.info()
     traces = [one.headers.get("traceparent", "-").split("-")[1] for one in gateway.seen]
     assert traces == [sent, sent, ""]
+
+
+async def test_an_openai_client_that_is_made_once_sends_each_request_under_the_span_around_it(
+    gateway: ScriptedGateway, client: Any
+) -> None:
+    session = await client.session()
+    gateway.otherwise = reply(200, {"object": "list", "data": []})
+    tracer, sent = PROVIDER.get_tracer("agent"), [""]
+    async with openai.AsyncOpenAI(**session.openai_options(), max_retries=0) as agent:
+        await agent.models.list()
+        for turn in ("first", "second"):
+            with tracer.start_as_current_span(turn) as current:
+                await agent.with_options(timeout=30).models.list()
+                sent.append(f"{current.get_span_context().span_id:016x}")
+    asked = [one.headers.get("traceparent") for one in gateway.seen if "/models" in one.path]
+    assert [one.split("-")[2] if one else "" for one in asked] == sent
 
 
 def test_a_process_without_opentelemetry_imports_none_for_the_client() -> None:

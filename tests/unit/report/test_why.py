@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_pages import ROOT, blocks_of, reader
 from rich.console import Console
 
 from paceline.cli.why import show_why
@@ -280,3 +282,16 @@ def test_the_command_prints_tables_and_one_json_object(tmp_path: Path, spans: Pa
     assert [one["at_s"] for one in found["path"]] == pytest.approx([0.0, 1.0, 1.1])
     assert sum(one["seconds"] for one in found["path"]) == pytest.approx(found["seconds"])
     assert found["path"][0]["about"] == {"session": "3-hard-0", "worker": 1}
+
+
+def test_the_page_shows_what_the_command_says_of_such_a_run(tmp_path: Path) -> None:
+    (run := tmp_path / "runs/demo-0-1").mkdir(parents=True)
+    found = [
+        one for step in range(5) for one in step_spans(step, 1.94, 2.58 if step == 2 else 0.55)
+    ]
+    run_of(run, write(run, found))
+    (block,) = [
+        one for one in blocks_of(ROOT / "docs/telemetry.md") if __name__.split(".")[-1] in one.what
+    ]
+    with reader(tmp_path, str) as one:
+        one.play(replace(block, how=""))

@@ -1,20 +1,15 @@
-"""Tools and simulated users of one's own, and tools of servers, in conversations of the built-in
-environment.
-"""
+"""Tools and simulated users of one's own in conversations of the built-in environment."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from unit.rollout_gateway.environments.test_tool_use import Script, calls, says, task
 
-from paceline.errors import ConfigError, InvalidInput, Unavailable
-from paceline.services.rollout_gateway.config import ToolServerConfig
+from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
 from paceline.services.rollout_gateway.environments.interactions import Interactions
 from paceline.services.rollout_gateway.environments.tool_use import ToolUse
@@ -188,108 +183,3 @@ async def test_what_is_no_user_is_refused_before_the_run(
 async def test_an_answer_that_is_no_reply_fails_the_sample(own: Callable[[str], str]) -> None:
     with pytest.raises(InvalidInput, match="answers with a UserReply; seen: 'a text'"):
         await dialogue(own, silent="Silent").run(task(), Script(says("x")))
-
-
-SERVER = """
-import os
-
-from mcp.server import MCPServer
-
-server = MCPServer("shop")
-
-
-@server.tool()
-def price(item: str) -> str:
-    "What an item costs."
-    return {"bolt": "0.50"}[item]
-
-
-@server.tool()
-def leave() -> str:
-    "Ends this server."
-    os._exit(3)
-
-
-server.run()
-"""
-
-
-@pytest.fixture
-async def shop(tmp_path: Path) -> AsyncIterator[Callable[..., Toolbox]]:
-    """A toolbox over a server of this test's own, with these settings."""
-    pytest.importorskip("mcp", reason="the extra mcp is not installed")
-    (file := tmp_path / "server.py").write_text(SERVER)
-    opened: list[Toolbox] = []
-
-    def made(**settings: Any) -> Toolbox:
-        given = {"command": (sys.executable, str(file)), **settings}
-        server = ToolServerConfig.model_validate(given)
-        opened.append(Toolbox(servers={"shop": server}))
-        return opened[-1]
-
-    yield made
-    for one in opened:
-        await one.stop()
-
-
-async def test_tools_of_a_server_are_called(shop: Callable[..., Toolbox]) -> None:
-    environment = ToolUse(None, shop(tools=["price"]))
-    await environment.prepare([{}])
-    wished = [("price", '{"item": "bolt"}'), ("price", '{"item": "nut"}'), ("price", "[]")]
-    model = Script(calls(*wished), says("done"))
-    told = answers(await environment.run(task(), model))
-    assert told[0] == "0.50"
-    assert told[1].startswith("error: ")
-    assert "price" in told[1]
-    assert told[2] == "error: the arguments must be a JSON object"
-    names = [tool["function"]["name"] for tool in model.tools]
-    assert names == ["calculator", "price"]
-    assert model.tools[1]["function"]["description"] == "What an item costs."
-    assert model.tools[1]["function"]["parameters"]["required"] == ["item"]
-
-
-async def test_a_server_that_was_lost_is_a_machines_fault_and_starts_again(
-    shop: Callable[..., Toolbox],
-) -> None:
-    environment = ToolUse(None, shop(deadline_s=20))
-    await environment.prepare([{}])
-    lost = await environment.run(task(), Script(calls(("leave", "{}")), says("done")))
-    assert lost.finish == "error"
-    again = Script(calls(("price", '{"item": "bolt"}')), says("done"))
-    assert answers(await environment.run(task(), again)) == ["0.50"]
-
-
-async def test_a_server_that_cannot_be_used_is_refused_before_the_run(
-    shop: Callable[..., Toolbox],
-) -> None:
-    with pytest.raises(ConfigError, match=r"tools; seen: weigh; allowed: price, leave"):
-        await shop(tools=["weigh"]).tools()
-    with pytest.raises(ConfigError, match="the tool server shop cannot be used"):
-        await shop(command=["/nowhere/server"]).tools()
-    with pytest.raises((ConfigError, Unavailable)):
-        await shop(command=[sys.executable, "-c", "pass"], deadline_s=5).tools()
-
-
-async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_asked() -> None:
-    silent = (sys.executable, "-c", "import time; time.sleep(60)")
-    settings = ToolServerConfig(command=silent, deadline_s=0.3)
-    toolbox = Toolbox(servers={"shop": settings})
-    for _ in range(2):
-        with pytest.raises(Unavailable, match="the tool server shop does not start in time"):
-            await toolbox.tools()
-    await toolbox.stop()
-
-
-@pytest.mark.parametrize("settings", [{}, {"command": ["a"], "url": "http://127.0.0.1:1/mcp"}])
-def test_a_server_is_a_command_or_a_url(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a command or a url"):
-        ToolServerConfig.model_validate(settings)
-
-
-async def test_without_the_library_a_server_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    servers = {"shop": ToolServerConfig(command=("shop",))}
-    with pytest.raises(ConfigError, match=r"pip install 'paceline\[mcp\]'"):
-        await Toolbox(servers=servers).tools()

@@ -1,0 +1,278 @@
+"""Tools of MCP servers in conversations of the built-in environment: real servers, on standard
+streams and over streamable HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any
+
+import pytest
+from unit.rollout_gateway.environments.test_dialogues import answers
+from unit.rollout_gateway.environments.test_tool_use import Script, calls, says, task
+
+from paceline.errors import ConfigError, Unavailable
+from paceline.local.patience import patient
+from paceline.local.ports import free_port
+from paceline.services.rollout_gateway.config import ToolServerConfig
+from paceline.services.rollout_gateway.environments.tool_use import ToolUse
+from paceline.services.rollout_gateway.environments.toolbox import Toolbox
+
+SERVER = """
+import os
+import sys
+
+from mcp.server import MCPServer
+from mcp.shared.exceptions import MCPError
+
+server = MCPServer("shop")
+
+
+@server.tool()
+def price(item: str) -> str:
+    "What an item costs."
+    return {"bolt": "0.50"}[item]
+
+
+@server.tool()
+def weigh(item: str) -> str:
+    "Refuses by an error of the protocol."
+    raise MCPError(-32602, f"nobody weighs a {item}")
+
+
+@server.tool()
+def leave() -> str:
+    "Ends this server."
+    os._exit(3)
+
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run()
+"""
+BOLT = ("price", '{"item": "bolt"}')
+
+
+class Shop:
+    """A server of this test's own, and toolboxes over it."""
+
+    def __init__(self, file: Path, transport: str) -> None:
+        self.transport = transport
+        self.port = free_port()
+        self.process: asyncio.subprocess.Process | None = None  # over HTTP, else the toolbox's
+        self._file = file
+        self._opened: list[Toolbox] = []
+
+    async def begin(self) -> None:
+        """Serve over HTTP, at the same place each time."""
+        if self.transport == "streams":
+            return
+        command = (sys.executable, str(self._file), str(self.port))
+        self.process = await asyncio.create_subprocess_exec(
+            *command, stdout=DEVNULL, stderr=DEVNULL
+        )
+        async with asyncio.timeout(patient(30)):
+            while not await self._listens():
+                assert self.process.returncode is None
+                await asyncio.sleep(0.05)
+
+    async def _listens(self) -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def end(self) -> None:
+        """As a machine that is lost ends it."""
+        if self.process is not None:
+            if self.process.returncode is None:
+                self.process.kill()
+            await asyncio.wait_for(self.process.wait(), patient(10))
+
+    def toolbox(self, **settings: Any) -> Toolbox:
+        """Over the server with these settings."""
+        here = {
+            "streams": {"command": (sys.executable, str(self._file))},
+            "http": {"url": f"http://127.0.0.1:{self.port}/mcp"},
+        }
+        server = ToolServerConfig.model_validate(here[self.transport] | settings)
+        self._opened.append(Toolbox(servers={"shop": server}))
+        return self._opened[-1]
+
+    async def stop(self) -> None:
+        for one in self._opened:
+            await one.stop()
+        await self.end()
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Callable[[str], Shop]]:
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    (file := tmp_path / "server.py").write_text(SERVER)
+    made: list[Shop] = []
+
+    def shop(transport: str) -> Shop:
+        made.append(Shop(file, transport))
+        return made[-1]
+
+    yield shop
+    for one in made:
+        await one.stop()
+
+
+@pytest.fixture(params=["streams", "http"])
+async def shop(place: Callable[[str], Shop], request: pytest.FixtureRequest) -> Shop:
+    """A server that serves."""
+    one = place(request.param)
+    await one.begin()
+    return one
+
+
+@pytest.fixture
+async def far(place: Callable[[str], Shop]) -> Shop:
+    """A server that serves over HTTP."""
+    one = place("http")
+    await one.begin()
+    return one
+
+
+async def asks(environment: ToolUse, *wished: tuple[str, str]) -> list[str]:
+    """What a model that calls these tools is told; its sample has not failed."""
+    episode = await environment.run(task(), Script(calls(*wished), says("done")))
+    assert episode.finish == "stop"
+    return answers(episode)
+
+
+async def fails(environment: ToolUse, name: str, arguments: str) -> bool:
+    """Whether the sample of a model that calls a tool has failed, for no fault of its own."""
+    episode = await environment.run(task(), Script(calls((name, arguments)), says("done")))
+    return episode.finish == "error"
+
+
+async def test_tools_of_a_server_are_called(shop: Shop) -> None:
+    environment = ToolUse(None, shop.toolbox(tools=["price"]))
+    await environment.prepare([{}])
+    wished = [BOLT, ("price", '{"item": "nut"}'), ("price", "[]")]
+    model = Script(calls(*wished), says("done"))
+    told = answers(await environment.run(task(), model))
+    assert told[0] == "0.50"
+    assert told[1].startswith("error: ")
+    assert "price" in told[1]
+    assert told[2] == "error: the arguments must be a JSON object"
+    names = [tool["function"]["name"] for tool in model.tools]
+    assert names == ["calculator", "price"]
+    assert model.tools[1]["function"]["description"] == "What an item costs."
+    assert model.tools[1]["function"]["parameters"]["required"] == ["item"]
+
+
+async def test_calls_that_are_made_together_are_each_answered(shop: Shop) -> None:
+    environment = ToolUse(None, shop.toolbox())
+    assert await asks(environment, *[BOLT] * 8) == ["0.50"] * 8
+
+
+async def test_an_error_of_the_protocol_is_told_to_the_model_and_the_server_goes_on(
+    shop: Shop,
+) -> None:
+    environment = ToolUse(None, shop.toolbox())
+    told = await asks(environment, ("weigh", '{"item": "bolt"}'), BOLT)
+    assert told == ["error: nobody weighs a bolt", "0.50"]
+
+
+async def test_a_server_that_was_lost_is_a_machines_fault_and_serves_again(shop: Shop) -> None:
+    environment = ToolUse(None, shop.toolbox(deadline_s=20))
+    await environment.prepare([{}])
+    assert await fails(environment, "leave", "{}")
+    await shop.begin()
+    assert await asks(environment, BOLT) == ["0.50"]
+
+
+async def test_a_server_that_is_away_is_a_machines_fault_each_time_it_is_asked(far: Shop) -> None:
+    environment = ToolUse(None, far.toolbox())
+    assert await asks(environment, BOLT) == ["0.50"]
+    await far.end()
+    for _ in range(3):  # lost, and then found nowhere
+        assert await fails(environment, *BOLT)
+    await far.begin()
+    assert await asks(environment, BOLT) == ["0.50"]
+
+
+async def test_a_server_that_was_started_again_between_two_calls_serves_the_next_but_one(
+    far: Shop,
+) -> None:
+    environment = ToolUse(None, far.toolbox())
+    assert await asks(environment, BOLT) == ["0.50"]
+    await far.end()
+    await far.begin()
+    await environment.run(task(), Script(calls(BOLT), says("done")))  # finds out at the latest
+    assert await asks(environment, BOLT) == ["0.50"]
+
+
+async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(far: Shop) -> None:
+    environment = ToolUse(None, far.toolbox(deadline_s=0.5))
+    await environment.prepare([{}])
+    assert far.process is not None
+    os.kill(far.process.pid, signal.SIGSTOP)
+    try:
+        assert await fails(environment, *BOLT)
+    finally:
+        os.kill(far.process.pid, signal.SIGCONT)
+    assert await asks(environment, BOLT) == ["0.50"]
+
+
+async def test_a_server_that_cannot_be_used_is_refused_before_the_run(shop: Shop) -> None:
+    with pytest.raises(ConfigError, match=r"tools; seen: sell; allowed: price, weigh, leave"):
+        await shop.toolbox(tools=["sell"]).tools()
+
+
+async def test_a_command_that_is_no_server_is_refused_before_the_run(
+    place: Callable[[str], Shop],
+) -> None:
+    with pytest.raises(ConfigError, match="the tool server shop cannot be used"):
+        await place("streams").toolbox(command=["/nowhere/server"]).tools()
+    command = [sys.executable, "-c", "pass"]
+    with pytest.raises((ConfigError, Unavailable)):
+        await place("streams").toolbox(command=command, deadline_s=5).tools()
+
+
+async def test_a_url_where_no_server_is_is_refused_before_the_run(
+    place: Callable[[str], Shop], far: Shop
+) -> None:
+    with pytest.raises(ConfigError, match=r"shop cannot be used: ConnectError.*/mcp"):
+        await place("http").toolbox().tools()
+    elsewhere = f"http://127.0.0.1:{far.port}/elsewhere"
+    with pytest.raises(ConfigError, match=r"shop cannot be used: .*Not Found.*/elsewhere"):
+        await far.toolbox(url=elsewhere).tools()
+
+
+async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_asked() -> None:
+    silent = (sys.executable, "-c", "import time; time.sleep(60)")
+    settings = ToolServerConfig(command=silent, deadline_s=0.3)
+    toolbox = Toolbox(servers={"shop": settings})
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="the tool server shop does not start in time"):
+            await toolbox.tools()
+    await toolbox.stop()
+
+
+@pytest.mark.parametrize("settings", [{}, {"command": ["a"], "url": "http://127.0.0.1:1/mcp"}])
+def test_a_server_is_a_command_or_a_url(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a command or a url"):
+        ToolServerConfig.model_validate(settings)
+
+
+async def test_without_the_library_a_server_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    servers = {"shop": ToolServerConfig(command=("shop",))}
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[mcp\]'"):
+        await Toolbox(servers=servers).tools()
