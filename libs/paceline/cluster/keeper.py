@@ -47,39 +47,48 @@ class _Need:
 
 
 class ServiceKeeper:
-    """One service. Its methods are called by Ray's threads, its work is done on its own loop."""
+    """One service. Its methods are called by Ray's threads, its work is done on its own loop. None
+    is a coroutine, private ones neither, else Ray would run all of them on one thread.
+    """
 
     def __init__(self, order: str) -> None:
-        self._order = ServiceOrder.of(order)
-        self._looked = time.monotonic()
+        self._kept = _Kept(ServiceOrder.of(order))
+        self._loop = ActorLoop()
+        self._loop.begin(self._kept.end_when_deserted())
+
+    def begin(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Starts it, and returns what services beside it need in their environment."""
+        return self._loop.run(self._kept.begin(environment))
+
+    def look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
+        """A KeeperReport of events from that number on, as soon as there is one, or after that
+        time. `healthy`: of what it needs.
+        """
+        return self._loop.run(self._kept.look(since, healthy, wait_s))
+
+    def silent_s(self) -> float:
+        """Seconds since the last look."""
+        return time.monotonic() - self._kept.looked_s
+
+    def stop(self, grace_s: float) -> None:
+        """Stops it with all that it started."""
+        self._loop.run(self._kept.stop(grace_s))
+
+
+class _Kept:
+    """The service itself, on the actor's loop."""
+
+    def __init__(self, order: ServiceOrder) -> None:
+        self._order = order
+        self.looked_s = time.monotonic()
         self._events: list[ChildEvent] = []
         self._child: Child | None = None
         self._running: asyncio.Task[None] | None = None
         self._needs: dict[str, _Need] = {}
         self._looks = asyncio.Event()
         self._news = asyncio.Event()
-        self._loop = ActorLoop()
-        self._loop.begin(self._end_when_deserted())
 
-    def begin(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Starts it, and returns what services beside it need in their environment."""
-        return self._loop.run(self._begin(environment))
-
-    def look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
-        """A KeeperReport of events from that number on, as soon as there is one, or after that
-        time. `healthy`: of what it needs.
-        """
-        return self._loop.run(self._look(since, healthy, wait_s))
-
-    def silent_s(self) -> float:
-        """Seconds since the last look."""
-        return time.monotonic() - self._looked
-
-    def stop(self, grace_s: float) -> None:
-        """Stops it with all that it started."""
-        self._loop.run(self._stop(grace_s))
-
-    async def _begin(self, environment: Mapping[str, str]) -> dict[str, str]:
+    async def begin(self, environment: Mapping[str, str]) -> dict[str, str]:
         if self._child is not None:
             raise FailedPrecondition("this service is kept running already", seen=self._order.name)
         order = self._order
@@ -122,7 +131,7 @@ class ServiceKeeper:
         self._events.append(event)
         self._news.set()
 
-    async def _look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
+    async def look(self, since: int, healthy: Sequence[str], wait_s: float) -> str:
         self._note_look()
         for name, need in self._needs.items():
             need.is_healthy.set() if name in healthy else need.is_healthy.clear()
@@ -139,7 +148,7 @@ class ServiceKeeper:
         return KeeperReport(len(self._events), told, well, self._over, self._failure()).text()
 
     def _note_look(self) -> None:
-        self._looked = time.monotonic()
+        self.looked_s = time.monotonic()
         self._looks.set()
 
     @property
@@ -155,17 +164,17 @@ class ServiceKeeper:
             return error
         raise error
 
-    async def _stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float) -> None:
         if self._running is not None and self._child is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
             await self._child.stop(grace_s)
 
-    async def _end_when_deserted(self) -> None:
+    async def end_when_deserted(self) -> None:
         with suppress(TimeoutError):
             while True:
                 self._looks.clear()
                 async with asyncio.timeout(DESERTED_S):
                     await self._looks.wait()
-        await self._stop(_GRACE_S)
+        await self.stop(_GRACE_S)
         os._exit(0)  # nobody is left who would end this actor
