@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from paceline.report.charts import Series, duration, line_chart, running_mean
-from paceline.report.html import card, document, style_sheet
+from paceline.report.html import card, whole_page
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.measures import SIDE_BY_SIDE, Measure
 from paceline.report.sections import figure
@@ -48,7 +48,7 @@ def comparison(runs: Mapping[str, ComparedRun]) -> str:
         f"{card('card wide-card', 'Figures', 'a column for each run', _table(runs))}"
         f'<div class="grid spaced">{charts}</div></main>'
     )
-    return document(f"Paceline runs {names}", f"<style>{style_sheet()}</style>", body)
+    return whole_page(f"Paceline runs {names}", body)
 
 
 def figures(runs: Mapping[str, ComparedRun]) -> list[tuple[str, ...]]:

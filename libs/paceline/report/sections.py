@@ -338,7 +338,7 @@ def _bars(intervals: Iterable[SlotInterval]) -> Iterable[Bar]:
     for one in intervals:
         name = _HOLDER_NAMES.get(one.holder, one.holder)
         title = f"{name}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
-        yield Bar(one.slot, one.start_s, one.end_s, HOLDERS.get(one.holder, "c5"), title)
+        yield Bar(one.slot, one.start_s, one.end_s, HOLDERS.get(one.holder, "c5"), title, name)
 
 
 def _zoom(history: RunHistory) -> list[Any]:

@@ -61,7 +61,7 @@ def test_shares_and_means_of_a_step_are_of_what_it_counted() -> None:
 
 def test_the_page_of_several_runs_loads_nothing(history: RunHistory) -> None:
     page = comparison({"a": run(history, "a"), "b": run(history, "b")})
-    assert not re.search(r"https?://|src=|href=|@import|url\(|<script|<link", page)
+    assert not re.search(r"https?://|src=|href=|@import|url\(|<link|fetch", page)
 
 
 def test_a_figure_that_one_run_has_not_measured_is_a_dash(history: RunHistory) -> None:
