@@ -20,6 +20,7 @@ from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.config.tables import read_tables, write_tables
 from paceline.errors import ConfigError
+from paceline.local.patience import patient
 from paceline.local.redis import RedisLauncher
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.streams import run_key
@@ -119,6 +120,27 @@ def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
         assert re.findall(r"</i>(\w+)</span>", chart) == ["first", "second"]
     assert '<td>RL steps</td><td class="n">6</td><td class="n">9</td>' in page
     assert all((run / "report.html").is_file() for run in runs)
+
+
+def test_logs_that_are_followed_go_on_as_they_grow_and_when_their_file_is_another(
+    run: Path,
+) -> None:
+    log = run / "logs" / "gateway.log"
+    command = [sys.executable, "-m", "paceline.cli.main", "logs", str(run), "gateway"]
+    following = subprocess.Popen([*command, "-f", "-n", "1"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "gateway 29\n"
+        with log.open("a") as file:
+            file.write("gateway goes on\n")
+        assert following.stdout.readline() == "gateway goes on\n"
+        anew = log.with_name("anew")
+        anew.write_text("gateway anew\n")
+        anew.replace(log)
+        assert following.stdout.readline() == "gateway anew\n"
+    finally:
+        following.terminate()
+        following.communicate(timeout=patient(20))
 
 
 @pytest.mark.parametrize("words", [["logs", "no-such-run"], ["report", "no-such-run"]])
