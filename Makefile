@@ -10,7 +10,7 @@ setup-sglang: setup ; @.ci/setup-sglang  ## add SGLang for a machine without a G
 proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
 client: setup ; @.ci/client  ## regenerate the blocking client, libs/paceline/client/sync, from aio
 docs: setup ; @$(BIN)/python .ci/docs  ## write the generated pages of docs/ from the code
-site: setup ; @$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]' && $(BIN)/mkdocs build --strict -q && echo site/index.html  ## build the docs site
+site: setup ; @$(BIN)/mkdocs build --strict -q && echo site/index.html  ## build the docs site
 release: setup ; @$(BIN)/python .ci/release $(VERSION)  ## turn what is unreleased into a release; VERSION=0.1.0
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, size budgets

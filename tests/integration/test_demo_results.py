@@ -4,12 +4,12 @@ Redis.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import redis.asyncio
+import synthetic_run
 
 from paceline.cli.results import collect, write_results
 from paceline.cli.run_files import RunFiles
@@ -18,14 +18,6 @@ from paceline.config.tables import write_tables
 from paceline.streams import Ledger, encode_trajectory, run_key
 from paceline.streams.journal_line import pack_entry
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
-
-_spec = importlib.util.spec_from_file_location(
-    "synthetic_run", Path(__file__).parents[1] / "unit/report/synthetic.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-synthetic = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(synthetic)
 
 
 def trajectory(run_id: str, sample: int) -> Trajectory:
@@ -56,12 +48,12 @@ async def files(tmp_path: Path, redis_client: redis.asyncio.Redis, run_id: str) 
         one = trajectory(run_id, sample)
         assert await ledger.append_final(one, *encode_trajectory(one))
     await ledger.mark_trained([str(trajectory(run_id, sample).key) for sample in (0, 1)], 0)
-    for number, entry in enumerate(synthetic.entries(12), 1):
+    for number, entry in enumerate(synthetic_run.entries(12), 1):
         await redis_client.xadd(
             run_key(run_id, "journal"), {"entry": pack_entry(entry)}, id=f"{number}-0"
         )
     found = RunFiles(run_id, tmp_path)
-    synthetic.write_spans(found.spans)
+    synthetic_run.write_spans(found.spans)
     write_tables(found.config, {"run": {"id": run_id}})
     return found
 

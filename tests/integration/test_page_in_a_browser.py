@@ -73,6 +73,7 @@ def check(tab: Tab, width: int) -> None:
     assert tab.value("document.querySelectorAll('svg.chart').length") > 20
     assert tab.value("document.querySelectorAll('.said .accepted').length") > 0
     assert tab.value("document.querySelectorAll('.bad-row').length") == 0
+    assert tab.value("document.querySelectorAll('.tip[hidden]').length") == 1
     # Nothing is wider than the page but what scrolls in its card.
     assert tab.value("document.documentElement.scrollWidth") <= width
     loads = tab.value(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -69,11 +71,25 @@ def say(line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def json_wanted(lines: str | None) -> bool:
-    """Whether a run is shown to a program; exits for a format that is none."""
+def tell(kind: str, **facts: Any) -> None:
+    """A JSON object for a program that runs the command; `at` is wall-clock seconds."""
+    sys.stdout.write(json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n")
+    sys.stdout.flush()
+
+
+def begin(lines: str | None, phase: str) -> bool:
+    """Says what is begun, before anything that takes a while is read, looked up or imported.
+
+    Whether the run is shown to a program; exits for a format of lines that is none.
+    """
     if lines not in (None, "text", "json"):
         raise refused(ConfigError("no such format of lines", seen=lines, allowed="text, json"))
-    return lines == "json" or (lines is None and not sys.stdout.isatty())
+    as_json = lines == "json" or (lines is None and not sys.stdout.isatty())
+    if as_json:
+        tell("phase", phase=phase)
+    else:
+        say(phase)
+    return as_json
 
 
 def settings_of(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from paceline.cli.command import tell
 from paceline.cli.run_files import RunFiles
 from paceline.cli.watch import RunState
 from paceline.config import ServiceConfig
@@ -26,36 +23,36 @@ class JsonView:
 
     def begin(self, directory: Path, plan: Sequence[str]) -> None:
         """Where the run lives, and what it gets."""
-        _write("run", run_id=self.state.run_id, directory=str(directory), plan=list(plan))
+        tell("run", run_id=self.state.run_id, directory=str(directory), plan=list(plan))
 
     def started(self, config: ServiceConfig) -> None:
         """All services are healthy."""
         addresses = config.addresses
-        _write("serving", http=addresses.http, coordinator=addresses.coordinator)
+        tell("serving", http=addresses.http, coordinator=addresses.coordinator)
 
     def event(self, event: ChildEvent) -> None:
         """What happened to a process."""
-        _write("process", name=event.name, event=event.kind, pid=event.pid, detail=event.detail)
+        tell("process", name=event.name, event=event.kind, pid=event.pid, detail=event.detail)
 
     def line(self, text: str) -> None:
         """Something to be read."""
-        _write("line", text=text)
+        tell("line", text=text)
 
     def say(self, text: str) -> None:
         """A phase outside the steps."""
-        _write("phase", phase=text)
+        tell("phase", phase=text)
 
     def failed(self, message: str) -> None:
         """What made the run fail."""
-        _write("failed", message=message)
+        tell("failed", message=message)
 
     def again(self, command: str) -> None:
         """How to go on."""
-        _write("continue", command=command)
+        tell("continue", command=command)
 
     def results(self, summary: Summary, files: RunFiles) -> None:
         """What came out."""
-        _write("summary", summary=summary, report=str(files.report))
+        tell("summary", summary=summary, report=str(files.report))
 
     def refresh(self) -> None:
         """Nothing moves between lines."""
@@ -67,12 +64,7 @@ class JsonView:
         pass
 
     def _record(self, record: StepRecord) -> None:
-        _write("step", **step_object(record))
+        tell("step", **step_object(record))
 
     def _away(self, services: Sequence[str]) -> None:
-        _write("away", services=list(services))
-
-
-def _write(kind: str, **facts: Any) -> None:
-    sys.stdout.write(json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n")
-    sys.stdout.flush()
+        tell("away", services=list(services))

@@ -20,8 +20,8 @@ from paceline.cli.command import (
     NoToken,
     Overrides,
     become,
+    begin,
     console,
-    json_wanted,
     launcher_of,
     refused,
     run_to_exit,
@@ -169,7 +169,9 @@ def up(
     lines: LineFormat = None,
 ) -> None:
     """Run Redis and all services from one TOML, then write a report; Ctrl-C stops them all."""
-    as_json, chosen = json_wanted(lines), launcher_of(launcher, address)
+    read = ", ".join(map(str, config or [])) or "its settings"
+    as_json = begin(lines, f"starting a run: reading {read}")
+    chosen = launcher_of(launcher, address)
     from paceline.cli.up import run_up
 
     settings = settings_of(overrides, no_token)
@@ -225,7 +227,8 @@ def demo(
     lines: LineFormat = None,
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
-    as_json, chosen = json_wanted(lines), launcher_of(launcher, address)
+    as_json = begin(lines, f"starting {resume or 'a run of the demo'}, whose files are in {out}")
+    chosen = launcher_of(launcher, address)
     from paceline.cli.demo import run_demo
     from paceline.cli.run_files import DemoOptions
 

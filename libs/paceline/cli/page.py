@@ -33,7 +33,7 @@ from paceline.config import ServiceConfig, load_config
 from paceline.errors import DataLoss, PacelineError
 from paceline.local.ports import free_ports, require_free
 from paceline.local.tokens import use_run_tokens
-from paceline.report.html import content, document, style_sheet
+from paceline.report.html import content, document, style_sheet, tips_script
 from paceline.report.journal import read_history
 from paceline.report.samples import read_samples
 from paceline.report.spans import read_report
@@ -203,7 +203,7 @@ def page_app(page: LivePage, run_id: str, token: str) -> Starlette:
 
         return answer
 
-    script, style = _SCRIPT.read_text(encoding="utf-8"), style_sheet()
+    script, style = _SCRIPT.read_text(encoding="utf-8") + tips_script(), style_sheet()
     made: dict[str, Callable[[], Response]] = {
         "/content": lambda: _html(page.drawn),
         "/events": lambda: StreamingResponse(page.events(), media_type="text/event-stream"),

@@ -198,7 +198,7 @@ def _line(series: Series, frame: Frame) -> str:
 
 
 def _hover(series: Sequence[Series], frame: Frame) -> list[str]:
-    """An invisible column around each x that says what was measured there, without a script."""
+    """An invisible column around each x whose title says what was measured there."""
     told: dict[float, list[str]] = {}
     for one in series:
         stride = max(1, len(one.points) // _POINTS_DRAWN)
@@ -248,11 +248,20 @@ def legend(named: Sequence[tuple[str, str]]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def svg(parts: Iterable[str], label: str, width: int, height: int, *, wide: bool = False) -> str:
-    """A drawing with a name for readers of screens."""
+def svg(
+    parts: Iterable[str],
+    label: str,
+    width: int,
+    height: int,
+    *,
+    wide: bool = False,
+    scale: str = "",
+) -> str:
+    """A drawing with a name for readers of screens; `scale`: what its pixels mean, for a script."""
     kind = "chart wide" if wide else "chart"
     view = f"0 0 {width} {height}"
-    head = f'<svg class="{kind}" viewBox="{view}" role="img" aria-label="{escape(label)}">'
+    more = f' data-scale="{scale}"' if scale else ""
+    head = f'<svg class="{kind}" viewBox="{view}" role="img" aria-label="{escape(label)}"{more}>'
     return head + "".join(parts) + "</svg>"
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import NamedTuple
 
 from paceline.report.charts import Series, duration, line_chart, running_mean
-from paceline.report.html import card, document, style_sheet
+from paceline.report.html import card, whole_page
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
+from paceline.report.measures import SIDE_BY_SIDE, Measure
 from paceline.report.sections import figure
-from paceline.report.summary import Summary, ratio
-from paceline.v1.coordinator_pb2 import StepRecord
+from paceline.report.summary import Summary
 
 COLORS = 7
 """Runs that can be told apart."""
 _SMOOTH = 5
-_NAN = float("nan")
 
 
 class ComparedRun(NamedTuple):
@@ -27,24 +26,6 @@ class ComparedRun(NamedTuple):
     history: RunHistory
 
 
-Measure = Callable[[StepRecord], float]
-_BY_STEP: tuple[tuple[str, str, Measure], ...] = (
-    ("Reward", "mean of a step", lambda one: one.reward_mean),
-    (
-        "Rollout speed",
-        "tokens per second of rollout",
-        lambda one: ratio(one.response_tokens, one.rollout_s) or _NAN,
-    ),
-    ("Acceptance length", "live", lambda one: one.accept_length or _NAN),
-    ("Seconds of a step", "evaluations excluded", lambda one: one.step_s),
-    ("Entropy", "nats a token", lambda one: one.policy.get("entropy", _NAN)),
-    (
-        "Response length",
-        "longest, tokens",
-        lambda one: float(max(one.response_length_quantiles, default=0)),
-    ),
-)
-"""(title, note, value of a step)."""
 _EVALUATED = ((ACCURACY, "Held-out accuracy"), (PROBE, "Acceptance length of the probe"))
 _FIGURES: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("RL steps", lambda one: str(one["steps"])),
@@ -67,7 +48,7 @@ def comparison(runs: Mapping[str, ComparedRun]) -> str:
         f"{card('card wide-card', 'Figures', 'a column for each run', _table(runs))}"
         f'<div class="grid spaced">{charts}</div></main>'
     )
-    return document(f"Paceline runs {names}", f"<style>{style_sheet()}</style>", body)
+    return whole_page(f"Paceline runs {names}", body)
 
 
 def figures(runs: Mapping[str, ComparedRun]) -> list[tuple[str, ...]]:
@@ -77,8 +58,8 @@ def figures(runs: Mapping[str, ComparedRun]) -> list[tuple[str, ...]]:
 
 def _sections(runs: Mapping[str, ComparedRun]) -> list[tuple[str, str, str]]:
     found = [
-        (title, f"{note}; mean of {_SMOOTH} steps", _by_step(runs, measure))
-        for title, note, measure in _BY_STEP
+        (one.title, f"{one.note}; mean of {_SMOOTH} steps", _by_step(runs, one))
+        for one in SIDE_BY_SIDE
     ]
     return found + [
         (title, "by the steps finished", _evaluated(runs, kind)) for kind, title in _EVALUATED
@@ -86,31 +67,20 @@ def _sections(runs: Mapping[str, ComparedRun]) -> list[tuple[str, str, str]]:
 
 
 def _by_step(runs: Mapping[str, ComparedRun], measure: Measure) -> str:
-    points = {
-        name: [
-            (float(one.step + 1), value)
-            for one in run.history.records
-            if math.isfinite(value := measure(one))
-        ]
-        for name, run in runs.items()
-    }
-    return _chart({name: running_mean(of, _SMOOTH) for name, of in points.items()})
+    """A line for each run; steps that did not measure the figure do not count in its means."""
+    lines = []
+    for number, (name, run) in enumerate(runs.items()):
+        known = [(x, y) for x, y in measure.points(run.history.records) if math.isfinite(y)]
+        lines.append(Series(name, running_mean(known, _SMOOTH), f"c{number}"))
+    return line_chart(lines, y_label=measure.unit, y_min=measure.y_min, y_max=measure.y_max)
 
 
 def _evaluated(runs: Mapping[str, ComparedRun], kind: str) -> str:
-    points = {
-        name: [(float(step), value) for step, value in run.history.evaluated(kind)]
-        for name, run in runs.items()
-    }
-    return _chart(points, dots=True)
-
-
-def _chart(points: Mapping[str, Sequence[tuple[float, float]]], *, dots: bool = False) -> str:
-    lines = [
-        Series(name, of, f"c{number}", dots=dots)
-        for number, (name, of) in enumerate(points.items())
-    ]
-    return line_chart(lines, y_label="by RL step")
+    lines = []
+    for number, (name, run) in enumerate(runs.items()):
+        points = [(float(step), value) for step, value in run.history.evaluated(kind)]
+        lines.append(Series(name, points, f"c{number}", dots=True))
+    return line_chart(lines, y_label="by the steps finished")
 
 
 def _table(runs: Mapping[str, ComparedRun]) -> str:

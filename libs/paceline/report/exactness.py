@@ -9,7 +9,7 @@ from html import escape
 
 from paceline.report.charts import empty, number
 from paceline.report.journal import RunHistory
-from paceline.report.mismatch import policy_chart
+from paceline.report.measures import split
 from paceline.v1.coordinator_pb2 import StepRecord
 
 _GAP, _UPPER, _TOKENS = "audit_gap/", "audit_upper/", "audit_tokens/"
@@ -26,8 +26,7 @@ def exactness_chart(records: Sequence[StepRecord]) -> tuple[str, str, str]:
     """(title, note, drawing)."""
     shown = _paths(records)[:_PATHS]
     note = "mean |log-prob of the trainer - of the engine| of audited tokens, by path, nats"
-    labels = {_GAP + path: path for path in shown}
-    return "Exactness audit", note, policy_chart(records, labels, "nats")
+    return "Exactness audit", note, split(records, _GAP, shown)
 
 
 def exactness_table(history: RunHistory) -> str:

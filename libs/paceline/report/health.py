@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.charts import Series, empty, line_chart, stacked_columns
-from paceline.report.mismatch import policy_chart
+from paceline.report.charts import empty, stacked_columns
+from paceline.report.measures import (
+    AGE,
+    DIVERGENCE,
+    ENTROPY,
+    GRADIENT,
+    LOSS,
+    SOLVED_BY_ALL,
+    SOLVED_BY_NONE,
+    TRUNCATED,
+    alone,
+)
 from paceline.report.solved import BY_ALL, BY_NONE, BY_SOME
 from paceline.v1.coordinator_pb2 import StepRecord
 
-_GROUPS = ((BY_NONE, "by no sample", "c5"), (BY_SOME, "by some", "c0"), (BY_ALL, "by all", "c2"))
+_GROUPS = (
+    (BY_NONE, SOLVED_BY_NONE.label, "c5"),
+    (BY_SOME, "by some", "c0"),
+    (BY_ALL, SOLVED_BY_ALL.label, "c2"),
+)
 """Who of a group's samples solved its task, in words and as a colour."""
-_DIVERGENCE = {"divergence": "from the start policy"}
 
 
 def health_sections(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
     """(title, note, drawing) of the charts of what the policy learns."""
     groups = "by who of a group's samples solved its task: all or none of them teach nothing"
-    cut = "share of responses that their limit has ended"
+    ages = "trained trajectories by their age in policy versions"
     return [
-        ("Loss", "mean over the trained tokens", policy_chart(records, {"loss": "loss"}, "loss")),
-        ("Entropy", "nats a token", policy_chart(records, {"entropy": "entropy"}, "nats", 0.0)),
-        ("Divergence", "nats a token", policy_chart(records, _DIVERGENCE, "nats")),
-        (
-            "Gradient norm",
-            "before it is clipped",
-            policy_chart(records, {"grad_norm": "gradient norm"}, "norm", 0.0),
-        ),
+        *(alone(records, one) for one in (LOSS, ENTROPY, DIVERGENCE, GRADIENT)),
         ("Groups solved", groups, _groups(records)),
-        ("Truncated responses", cut, _truncated(records)),
-        ("Staleness", "trained trajectories by their age in policy versions", _staleness(records)),
+        alone(records, TRUNCATED),
+        (AGE.title, ages, _staleness(records)),
     ]
 
 
@@ -41,11 +47,6 @@ def _groups(records: Sequence[StepRecord]) -> str:
     ]
     names, colors = [name for _, name, _ in _GROUPS], [color for *_, color in _GROUPS]
     return stacked_columns(names, columns, colors=colors, y_label="groups")
-
-
-def _truncated(records: Sequence[StepRecord]) -> str:
-    points = [(float(one.step + 1), one.truncated_share) for one in records]
-    return line_chart([Series("cut", points, "c1")], y_label="share", y_min=0.0, y_max=1.0)
 
 
 def _staleness(records: Sequence[StepRecord]) -> str:

@@ -23,20 +23,31 @@ from paceline.report.spans import SpanReport
 from paceline.report.summary import Summary
 
 _STYLE = Path(__file__).with_name("style.css")
+_TIPS = Path(__file__).with_name("tips.js")
 
 
 def render(
     summary: Summary, history: RunHistory, spans: SpanReport, samples: Sequence[ShownSample] = ()
 ) -> str:
     """The page; it loads nothing from anywhere."""
-    title = f"Paceline run {summary['run_id']}"
-    style = f"<style>{style_sheet()}</style>"
-    return document(title, style, f"<main>{content(summary, history, spans, samples)}</main>")
+    shown = content(summary, history, spans, samples)
+    return whole_page(f"Paceline run {summary['run_id']}", f"<main>{shown}</main>")
+
+
+def whole_page(title: str, body: str) -> str:
+    """A page with its style and its script in it; `body` is markup."""
+    style, script = f"<style>{style_sheet()}</style>", f"<script>{tips_script()}</script>"
+    return document(title, style, body + script)
 
 
 def style_sheet() -> str:
     """Colours and layout of the pages."""
     return _STYLE.read_text(encoding="utf-8")
+
+
+def tips_script() -> str:
+    """What shows the values under a pointer or a finger, for the end of a page."""
+    return _TIPS.read_text(encoding="utf-8")
 
 
 def document(title: str, head: str, body: str) -> str:

@@ -117,7 +117,7 @@ def samples_note(samples: Sequence[ShownSample]) -> str:
         return "prompt and response, token by token"
     return (
         "the darker a token, the less likely the policy held it; underlined: a draft that was "
-        "accepted; log-probs and arm on hover"
+        "accepted; log-probs and arm on hover and tap"
     )
 
 

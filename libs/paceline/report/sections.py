@@ -21,10 +21,11 @@ from paceline.report.charts import (
 from paceline.report.exactness import exactness_chart
 from paceline.report.health import health_sections
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
+from paceline.report.measures import ACCEPTANCE, LENGTHS, REWARD, SPEED, lines
 from paceline.report.mismatch import mismatch_sections
 from paceline.report.slots import SlotInterval
 from paceline.report.spans import Edge, SpanRecord
-from paceline.report.summary import Summary, ratio
+from paceline.report.summary import Summary
 from paceline.report.timelines import Bar, timeline, waterfall
 from paceline.streams.journal_line import IdleCause, SlotUse
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -42,7 +43,6 @@ _SERVICE_COLORS = {
     "policy_trainer": "c1",
     "drafter_trainer": "c2",
 }
-NAN = float("nan")
 T = TypeVar("T")
 
 _IDLE = {
@@ -70,10 +70,10 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
     return [
         ("Reward and held-out accuracy", learning, _learning(history)),
         *_reward_parts(records),
-        ("Acceptance length", acceptance, _acceptance(history)),
-        ("Rollout speed", "generated tokens per second of rollout", _speed(records)),
+        (ACCEPTANCE.title, acceptance, _acceptance(history)),
+        (SPEED.title, SPEED.note, _speed(records)),
         ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
-        ("Response length", "tokens of a response", _lengths(records)),
+        (LENGTHS[0].title, "tokens of a response", lines(records, LENGTHS)),
         ("Where a step's time went", "wall seconds of each step", _step_time(records)),
         ("What the slots did", "slot-seconds of each step by use", _slot_uses(records)),
         ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
@@ -238,7 +238,7 @@ def _by_step(
 
 
 def _learning(history: RunHistory) -> str:
-    rewards = _by_step(history.records, lambda record: record.reward_mean)
+    rewards = REWARD.points(history.records)
     accuracy = [(float(step), value) for step, value in history.evaluated(ACCURACY)]
     widest = history.widest_pass
     passed = [(float(step), value) for step, value in history.evaluated(widest)]
@@ -272,25 +272,25 @@ def _reward_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
 
 
 def _acceptance(history: RunHistory) -> str:
-    live = _by_step(history.records, lambda record: record.accept_length or NAN)
+    live = ACCEPTANCE.points(history.records)
     probe = [(float(step), value) for step, value in history.evaluated(PROBE)]
     swaps = [
         float(later.step + 1)
         for earlier, later in pairwise(history.records)
         if earlier.versions.drafter != later.versions.drafter
     ]
-    series = [Series("live", live, "c0"), Series("probe", probe, "c2", dots=True)]
-    return line_chart(series, y_label="tokens per verified draft", marks=swaps)
+    series = [Series(ACCEPTANCE.label, live, "c0"), Series("probe", probe, "c2", dots=True)]
+    return line_chart(series, y_label=ACCEPTANCE.unit, marks=swaps)
 
 
 def _speed(records: Sequence[StepRecord]) -> str:
-    speed = _by_step(records, lambda one: ratio(one.response_tokens, one.rollout_s) or NAN)
+    speed = SPEED.points(records)
     finite = [(x, y) for x, y in speed if y == y]
     series = [
-        Series("tokens/s of a step", speed, "c0", faint=True),
+        Series(SPEED.label, speed, "c0", faint=True),
         Series("tokens/s", running_mean(finite, _SMOOTH), "c0"),
     ]
-    return line_chart(series, y_label="tokens per second", y_min=0.0)
+    return line_chart(series, y_label=SPEED.unit, y_min=SPEED.y_min)
 
 
 def _arms(records: Sequence[StepRecord]) -> str:
@@ -306,17 +306,6 @@ def _arms(records: Sequence[StepRecord]) -> str:
     columns = _by_step([record for record in records if sum(record.arm_rounds.values())], shares)
     colors = ["c7" if name == "off" else f"c{i % 7}" for i, name in enumerate(names)]
     return stacked_columns(names, columns, colors=colors, y_label="share of rounds")
-
-
-def _lengths(records: Sequence[StepRecord]) -> str:
-    named = (("median", "c0"), ("90th percentile", "c2"), ("longest", "c1"))
-    known = [r for r in records if len(r.response_length_quantiles) == len(named)]
-    quantiles = _by_step(known, lambda record: list(map(float, record.response_length_quantiles)))
-    series = [
-        Series(name, [(step, values[i]) for step, values in quantiles], color)
-        for i, (name, color) in enumerate(named)
-    ]
-    return line_chart(series, y_label="tokens", y_min=0.0)
 
 
 def _step_time(records: Sequence[StepRecord]) -> str:
@@ -352,7 +341,7 @@ def _bars(intervals: Iterable[SlotInterval]) -> Iterable[Bar]:
     for one in intervals:
         name = _HOLDER_NAMES.get(one.holder, one.holder)
         title = f"{name}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
-        yield Bar(one.slot, one.start_s, one.end_s, HOLDERS.get(one.holder, "c5"), title)
+        yield Bar(one.slot, one.start_s, one.end_s, HOLDERS.get(one.holder, "c5"), title, name)
 
 
 def _zoom(history: RunHistory) -> list[Any]:

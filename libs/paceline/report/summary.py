@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
-from paceline.report.mismatch import MISMATCH
+from paceline.report.measures import MISMATCH
 from paceline.report.slots import slot_seconds
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount

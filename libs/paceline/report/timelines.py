@@ -20,6 +20,7 @@ class Bar:
     end: float
     color: str
     title: str = ""
+    kind: str = ""  # what all bars of its colour are
 
 
 def timeline(
@@ -27,14 +28,15 @@ def timeline(
 ) -> str:
     """A row per slot; time in seconds from `start`.
 
-    Without titles all bars of a colour are one path: small files.
+    Without titles all bars of a colour are one path, for small files: the page's script finds the
+    one under the pointer by the scale, which is left edge, seconds a pixel and height of a row.
     """
     width, left, foot = 1140, 62, 30
     height = len(rows) * _ROW + foot + 4
     frame = Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, width, height, left)
     parts = _time_axis(frame, len(rows) * _ROW + 4)
     parts += [text(left - 8, 4 + i * _ROW + 14, row, "end") for i, row in enumerate(rows)]
-    paths: dict[str, list[str]] = {}
+    paths: dict[tuple[str, str], list[str]] = {}
     for bar in bars:
         if bar.end <= start or bar.start >= end:
             continue
@@ -43,10 +45,16 @@ def timeline(
         if titles:
             parts.append(_rect(bar, x0, y, w, _ROW - 4))
         else:
-            paths.setdefault(bar.color, []).append(f"M{x0:.1f} {y}h{w:.1f}v{_ROW - 4}h{-w:.1f}z")
+            paths.setdefault((bar.color, bar.kind), []).append(
+                f"M{x0:.1f} {y}h{w:.1f}v{_ROW - 4}h{-w:.1f}z"
+            )
 
-    parts += [f'<path class="fill {color}" d="{"".join(path)}"/>' for color, path in paths.items()]
-    return svg(parts, label, width, height, wide=True)
+    parts += [
+        f'<path class="fill {color}" d="{"".join(path)}"><title>{escape(kind)}</title></path>'
+        for (color, kind), path in paths.items()
+    ]
+    scale = "" if titles else f"{left} {frame.x1 / (frame.x(frame.x1) - left):.6g} {_ROW}"
+    return svg(parts, label, width, height, wide=True, scale=scale)
 
 
 def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import redis
+import synthetic_run
+from redis_servers import RedisServer
 from typer.testing import CliRunner
 
 from benchmarks.demo_runs import demo_folder
 from paceline.cli.init import write_settings
 from paceline.cli.main import app
 from paceline.config import load_config
-from paceline.config.tables import read_tables
+from paceline.config.tables import read_tables, write_tables
 from paceline.errors import ConfigError
+from paceline.local.patience import patient
+from paceline.local.redis import RedisLauncher
 from paceline.services.coordinator.config import CoordinatorConfig
+from paceline.streams import run_key
+from paceline.streams.journal_line import pack_entry
 from paceline.tasks import TaskFileError
 
 POLICY = demo_folder() / "policy_start"
@@ -82,6 +90,57 @@ def test_logs_of_a_service_are_also_those_of_its_ranks(run: Path) -> None:
     done = paceline("logs", str(run), "policy-trainer")
     assert "policy_trainer.rank-rank0 29" in done.stdout
     assert "gateway" not in done.stdout
+
+
+def recorded(folder: Path, steps: int) -> Path:
+    """The directory of a run that has ended, with its journal in its own Redis."""
+    settings = {"run": {"id": folder.name, "dir": str(folder)}}
+    folder.mkdir(parents=True)
+    write_tables(folder / "config.toml", settings)
+    server = RedisServer(RedisLauncher("durable", folder / "redis-durable"))
+    server.start()
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            for number, entry in enumerate(synthetic_run.entries(steps), 1):
+                line = {"entry": pack_entry(entry)}
+                client.xadd(run_key(folder.name, "journal"), line, id=f"{number}-0")
+    finally:
+        server.kill()
+    return folder
+
+
+def test_two_recorded_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
+    runs = [recorded(tmp_path / name, steps) for name, steps in (("first", 6), ("second", 9))]
+    done = paceline("report", *map(str, runs), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "compare.html").read_text()
+    assert "<h1>first, second</h1>" in page
+    for title in ("Reward", "Groups solved by none", "Truncated responses", "Held-out accuracy"):
+        chart = page.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
+        assert re.findall(r"</i>(\w+)</span>", chart) == ["first", "second"]
+    assert '<td>RL steps</td><td class="n">6</td><td class="n">9</td>' in page
+    assert all((run / "report.html").is_file() for run in runs)
+
+
+def test_logs_that_are_followed_go_on_as_they_grow_and_when_their_file_is_another(
+    run: Path,
+) -> None:
+    log = run / "logs" / "gateway.log"
+    command = [sys.executable, "-m", "paceline.cli.main", "logs", str(run), "gateway"]
+    following = subprocess.Popen([*command, "-f", "-n", "1"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "gateway 29\n"
+        with log.open("a") as file:
+            file.write("gateway goes on\n")
+        assert following.stdout.readline() == "gateway goes on\n"
+        anew = log.with_name("anew")
+        anew.write_text("gateway anew\n")
+        anew.replace(log)
+        assert following.stdout.readline() == "gateway anew\n"
+    finally:
+        following.terminate()
+        following.communicate(timeout=patient(20))
 
 
 @pytest.mark.parametrize("words", [["logs", "no-such-run"], ["report", "no-such-run"]])

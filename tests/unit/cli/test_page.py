@@ -18,6 +18,7 @@ from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.patience import patient
+from paceline.report.html import tips_script
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 
@@ -48,7 +49,9 @@ def test_the_printed_address_opens_the_page_and_leaves_the_token_in_a_cookie(
     assert TOKEN not in frame.text
     assert "default-src 'none'" in frame.headers["content-security-policy"]
     assert client.get("/content").text == page.drawn
-    assert "EventSource" in client.get("/page.js").text
+    script = client.get("/page.js").text
+    assert "EventSource" in script
+    assert tips_script() in script
     assert ".card" in client.get("/style.css").text
 
 

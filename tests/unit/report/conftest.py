@@ -1,28 +1,20 @@
-"""The made-up run of synthetic.py, read as a report reads a run."""
+"""The made-up run of synthetic_run.py, read as a report reads a run."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import synthetic_run
 
 from paceline.report.journal import RunHistory, read_history
 from paceline.report.spans import SpanReport, read_report
 
-_spec = importlib.util.spec_from_file_location(
-    "synthetic_run", Path(__file__).with_name("synthetic.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-_synthetic = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_synthetic)
-
 
 @pytest.fixture(scope="session")
 def synthetic() -> ModuleType:
-    return _synthetic
+    return synthetic_run
 
 
 @pytest.fixture

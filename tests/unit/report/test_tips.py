@@ -1,0 +1,85 @@
+"""What a reader sees of a value under the pointer and the finger, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import CHROMIUM, Tab
+
+from paceline.report.html import render, tips_script
+from paceline.report.journal import RunHistory
+from paceline.report.samples import ShownSample
+from paceline.report.spans import SpanReport
+from paceline.report.summary import summarize
+from paceline.streams import LedgerCount
+
+REWARD = "document.querySelector('svg.chart .hover:nth-last-of-type(5)')"
+SLOTS = "document.querySelector('svg[data-scale]')"
+TOKEN = "document.querySelector('.said [title]')"
+BAR = """(() => {
+  const [, x, y] = path.getAttribute("d").match(/M([\\d.]+) (\\d+)/);
+  const at = new DOMPoint(+x + 2, +y + 8).matrixTransform(svg.getScreenCTM());
+  return [at.x, at.y];
+})()"""
+"""Where on the screen the first bar of `path` lies."""
+
+
+@pytest.fixture
+def tab(tmp_path: Path, history: RunHistory, spans: SpanReport) -> Iterator[Tab]:
+    """The report of the made-up run, all of it in view."""
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    tokens = (("4", -0.25, "off", False), ("2", -0.5, "ngram:4_1_5", True))
+    sample = ShownSample("gcd-1", 3, 3, 1.0, "69:25=", tokens, 0)
+    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), spans, {}, {})
+    page = tmp_path / "report.html"
+    page.write_text(render(summary, history, spans, [sample]))
+    with Tab(tmp_path / "profile", 390, 24_000) as found:
+        found.ask("Emulation.setTouchEmulationEnabled", enabled=True)
+        found.open(page.as_uri(), "document.querySelector('.tip')")
+        yield found
+
+
+def middle(tab: Tab, element: str) -> list[float]:
+    box = f"(({element}).getBoundingClientRect())"
+    place: list[float] = tab.value(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]")
+    return place
+
+
+def told(tab: Tab, place: list[float], by: str) -> str:
+    """What is shown when a finger or a pointer is there; nothing is empty."""
+    at = dict(zip("xy", place, strict=True))
+    if by == "finger":
+        tab.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[at])
+        tab.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    else:
+        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", **at)
+    tip = "document.querySelector('.tip')"
+    said: str = tab.value(f"{tip}.hidden ? '' : {tip}.textContent")
+    box = json.loads(tab.value(f"JSON.stringify({tip}.getBoundingClientRect())"))
+    assert not said or (box["left"] >= 0 and box["right"] <= 390), box
+    return said
+
+
+@pytest.mark.parametrize("by", ["finger", "pointer"])
+def test_a_value_of_a_chart_a_bar_of_the_slots_and_a_token_are_told(tab: Tab, by: str) -> None:
+    title = tab.value(f"{REWARD}.querySelector('title').textContent")
+    assert re.match(r"RL step \d+\nreward", title)
+    assert told(tab, middle(tab, REWARD), by) == title
+    # The browser has nothing left to say beside it.
+    assert tab.value(f"{REWARD}.querySelector('title')") is None
+    assert told(tab, middle(tab, REWARD), by) == title
+    where = f"(() => {{ const svg = {SLOTS}, path = svg.querySelector('.c2'); return {BAR}; }})()"
+    bar = told(tab, tab.value(where), by)
+    # The drafter gets slot 0 at 2.2 s for 0.75 s.
+    assert re.fullmatch(r"slot 0: drafter training\nfrom 2\.2 s on, for 0\.[78] s", bar)
+    assert told(tab, middle(tab, TOKEN), by) == "-0.25 off"
+    assert told(tab, middle(tab, "document.querySelector('h1')"), by) == ""
+
+
+def test_the_script_is_a_few_kilobytes() -> None:
+    assert len(tips_script().encode()) < 4_000
