@@ -31,7 +31,8 @@ sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE
 vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
 (mlp_speculator).
 
-arctic: LSTM speculator, for Snowflake's ArcticInference plugin of vLLM (method arctic).
+arctic: LSTM speculator of either method, for Snowflake's ArcticInference plugin of vLLM (method
+arctic).
 
 native: every kind; what `paceline serve gateway --drafter DIR` and `train-drafter --from DIR` read.
 """

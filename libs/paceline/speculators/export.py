@@ -128,7 +128,7 @@ def _mlp_vllm(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor])
 
 def _lstm_arctic(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     config = {**config, **net.config_json()}
-    if not config["tie_lstm_embs"]:
+    if config["method"] == "sum_lstm" and not config["tie_lstm_embs"]:
         raise InvalidInput(
             "Arctic's LSTM has one embedding for all gates",
             seen="tie_lstm_embs=false",

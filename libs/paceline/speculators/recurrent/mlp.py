@@ -21,14 +21,9 @@ from paceline.models.config import ModelConfig, read_count, read_flag
 from paceline.models.products import Linear
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
-from paceline.speculators.recurrent.net import (
-    BiasedNorm,
-    RecurrentNet,
-    RecurrentOptions,
-    State,
-    StepWeights,
-    biased_norm,
-)
+from paceline.speculators.recurrent.net import RecurrentNet, RecurrentOptions, State
+from paceline.speculators.recurrent.parts import BiasedNorm, StepWeights, biased_norm
+from paceline.speculators.recurrent.widths import Chain
 
 KIND = SPECULATORS["mlp"]
 (ARCHITECTURE,) = KIND.architectures
@@ -37,10 +32,17 @@ KIND = SPECULATORS["mlp"]
 class MlpOptions(RecurrentOptions):
     """Settings of an MLP drafter."""
 
+    inner_dim: int = Field(
+        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
+    )
     tie_weights: bool = Field(
         default=False,
         description="all drafts share embedding, norm and head, all but the first their projection",
     )
+
+    def inner_chain(self, hidden_size: int) -> Chain:
+        """See RecurrentOptions.inner_chain."""
+        return (self.inner_dim or hidden_size,)
 
 
 class MlpNet(RecurrentNet):

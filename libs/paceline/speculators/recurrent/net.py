@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -31,8 +30,8 @@ from paceline.models.products import Linear, linear
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
-
-NORM_EPS = 1e-6
+from paceline.speculators.recurrent.parts import NORM_EPS, NormPair, StepWeights, stacked
+from paceline.speculators.recurrent.widths import Chain
 
 State = tuple[Tensor, ...]
 """What one draft leaves to the next, [N, D] each: first what the head reads."""
@@ -42,9 +41,6 @@ class RecurrentOptions(Config):
     """Settings of a recurrent drafter."""
 
     n_predict: int = Field(default=5, ge=1, description="drafts at most, one head for each")
-    inner_dim: int = Field(
-        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
-    )
     scale_input: bool = Field(
         default=True, description="divide the target's state by its root mean square and by √2"
     )
@@ -53,35 +49,9 @@ class RecurrentOptions(Config):
         description="what a head learns: the policy's token, or the distribution it was drawn from",
     )
 
-
-@dataclass(frozen=True, slots=True)
-class StepWeights:
-    """Weights of one draft; a cell has G gates of width D."""
-
-    proj: Tensor
-    """[G D, H] for the first draft, [G D, D] for others."""
-    embeds: tuple[Tensor, ...]
-    """[V, D] for each gate, or one for all."""
-    norms: tuple[tuple[Tensor, Tensor], ...]
-    """Weight and bias [D] of each norm."""
-    head: Tensor
-    """[V, D]"""
-
-
-class BiasedNorm(nn.Module):
-    """Weight and bias of `biased_norm`."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-
-
-def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is
-    subtracted.
-    """
-    return functional.rms_norm(x, weight.shape, weight, NORM_EPS) + bias
+    @abstractmethod
+    def inner_chain(self, hidden_size: int) -> Chain:
+        """Widths from what is summed up to the state that the head reads, D; often one."""
 
 
 class RecurrentNet(DraftNet):
@@ -96,10 +66,15 @@ class RecurrentNet(DraftNet):
         del self.head
         self.target_head: Tensor = torch.empty(0)
         self.target, self.options = target, options
-        self.width = options.inner_dim or target.hidden_size
+        summed, self.width = (chain := options.inner_chain(target.hidden_size))[0], chain[-1]
         # Chosen in the paper so that h_t makes up half of the last head's state.
         kept = 0.5 ** (0.5 / options.n_predict)
-        self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
+        self.token_weight = math.sqrt((1 - kept**2) * summed / 2) / kept
+
+    @classmethod
+    def build(cls, target: ModelConfig, options: RecurrentOptions) -> Self:
+        """The network that these options mean; its weights are unspecified."""
+        return cls(target, options)
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
@@ -107,7 +82,7 @@ class RecurrentNet(DraftNet):
         square.
         """
         assert isinstance(options, RecurrentOptions)
-        net, generator = cls(target, options), torch.Generator().manual_seed(seed)
+        net, generator = cls.build(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in net.parameters():
                 if parameter.dim() == 2:
@@ -124,7 +99,7 @@ class RecurrentNet(DraftNet):
                 seen=name,
                 allowed=", ".join(cls.kind.architectures),
             )
-        return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
+        return cls.build(target, options.model_copy(update=cls.read_shape(raw, target)))
 
     @classmethod
     @abstractmethod
@@ -152,9 +127,9 @@ class RecurrentNet(DraftNet):
         heads = (Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
         self.add_module("head", nn.ModuleList(heads))
 
-    def norm_pair(self, name: str) -> tuple[Tensor, Tensor]:
+    def norm_pair(self, name: str) -> NormPair:
         """Weight and bias of a norm."""
-        return self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")
+        return NormPair(self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias"))
 
     # ---- the cell
 
@@ -174,7 +149,7 @@ class RecurrentNet(DraftNet):
 
     @abstractmethod
     def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
-        """The next state; sums [N, G D]: W h + (ew / sw) E(token) of every gate, `state` as it was
+        """The next state; sums [N, G P]: W h + (ew / sw) E(token) of every gate, `state` as it was
         before.
         """
 
@@ -183,6 +158,12 @@ class RecurrentNet(DraftNet):
         embedded = torch.cat(
             [functional.embedding(tokens, table) for table in weights.embeds], dim=-1
         )
+        if weights.embed_stack or weights.proj_stack:
+            embedded = stacked(embedded, weights.embed_stack)
+            projected = stacked(linear(state[0], weights.proj), weights.proj_stack)
+            sums = torch.add(projected, embedded, alpha=self.token_weight)
+            return self.cell(sums, state, weights)
+
         if (gates := weights.proj.shape[0] // embedded.shape[-1]) > 1:
             embedded = embedded.repeat(1, gates)
         sums = torch.addmm(embedded, state[0], weights.proj.t(), beta=self.token_weight)

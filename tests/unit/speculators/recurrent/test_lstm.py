@@ -5,16 +5,15 @@ loader names.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
+from unit.speculators.recurrent.arctic_method import Published
 
-from paceline.errors import InvalidInput, WeightsError
+from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
@@ -51,46 +50,6 @@ def rough_net(**options: object) -> LstmNet:
     return net
 
 
-def gelu(x: Tensor) -> Tensor:
-    cumulative: Tensor = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-    return x * cumulative
-
-
-def expected_logits(net: LstmNet, hidden: Tensor, tokens: list[int]) -> list[Tensor]:
-    """The cell on one position in float64, gate by gate: h_t [H] and the tokens t + 1, t + 2,
-    ...
-    """
-    tensors = {name: tensor.double() for name, tensor in net.export_tensors().items()}
-    if net.options.tie_lstm_embs:
-        tensors |= {
-            f"{gate}_emb.0.weight": tensors["forget_emb.0.weight"]
-            for gate in ("input", "cell", "output")
-        }
-    state_weight: float = 0.5 ** (0.5 / net.options.n_predict)
-    ratio: float = math.sqrt((1 - state_weight**2) * (net.width / 2)) / state_weight
-
-    def gate(kind: str, state: Tensor, step: int, token: int) -> Tensor:
-        weight = tensors[f"{kind}_proj.{0 if step == 0 else 1}.weight"]
-        return weight @ state + ratio * tensors[f"{kind}_emb.0.weight"][token]
-
-    def norm(kind: str, x: Tensor) -> Tensor:
-        x = x / (x.square().mean() + 1e-6).sqrt()
-        return x * tensors[f"{kind}_ln.0.weight"] + tensors[f"{kind}_ln.0.bias"]
-
-    state, memory = hidden.double(), torch.zeros(net.width, dtype=torch.float64)
-    if net.options.scale_input:
-        state = state / (state.square().mean() + 1e-6).sqrt() / math.sqrt(2)
-    logits = []
-    for step, token in enumerate(tokens):
-        forget, take, out = (
-            gate(kind, state, step, token).sigmoid() for kind in ("forget", "input", "output")
-        )
-        memory = forget * memory + take * gelu(norm("cell", gate("cell", state, step, token)))
-        state = out * gelu(norm("state", memory))
-        logits.append(tensors["head.0.weight"] @ state)
-    return logits
-
-
 @pytest.mark.parametrize("tie_lstm_embs", [False, True])
 @pytest.mark.parametrize("scale_input", [False, True])
 @pytest.mark.parametrize("inner_dim", [0, 12])
@@ -99,12 +58,11 @@ def test_the_chain_is_the_gated_cell_with_gelu(
 ) -> None:
     net = rough_net(tie_lstm_embs=tie_lstm_embs, scale_input=scale_input, inner_dim=inner_dim)
     one = sample(14, 0)
+    published = Published(net.config_json(), net.export_tensors())
     with torch.no_grad():
         chain = net.chain_logits(pack([one], window=512), HEADS)
     for t in range(14 - 2 - HEADS):
-        expected = expected_logits(
-            net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist()
-        )
+        expected = published.logits(one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist())
         for got, logits in zip(chain, expected, strict=True):
             torch.testing.assert_close(got[t].double(), logits, atol=1e-4, rtol=1e-4)
 
@@ -203,12 +161,17 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, change: Tensor |
         ("vocab_size", 24),
         ("input_hidden_dim", 12),
         ("n_predict", 1),
-        ("method", "sum_rnn"),
+        ("method", "sum_gru"),
         ("method", None),
         ("tie_weights", False),
         ("tie_lstm_embs", "yes"),
         ("inner_dim", "12.24"),
         ("inner_dim", ""),
+        ("inner_dim", "12."),
+        ("inner_dim", "0.12"),
+        ("inner_dim", None),
+        ("proj_dim", 12.12),
+        ("emb_dim", True),
         ("proj_dim", "24"),
         ("emb_dim", 0),
     ],
@@ -230,6 +193,18 @@ def test_widths_as_numbers_are_read_as_well(tmp_path: Path) -> None:
     assert LstmNet.read(tmp_path, TARGET).width == 12
 
 
-def test_one_draft_is_refused_since_it_would_leave_weights_untrained() -> None:
-    with pytest.raises(ValidationError, match="n_predict"):
-        LstmOptions(n_predict=1)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("n_predict", 1),  # would leave weights untrained
+        ("tie_weights", False),
+        ("method", "sum_gru"),
+        ("inner_dim", ""),
+        ("inner_dim", "0"),
+        ("proj_dim", "12.x"),
+        ("emb_dim", -1),
+    ],
+)
+def test_settings_that_no_lstm_has_are_refused_by_key(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        LstmNet.read_options({key: value})

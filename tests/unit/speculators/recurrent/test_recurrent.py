@@ -44,6 +44,15 @@ KINDS = {
     "mlp tied": {"tie_weights": True},
     "lstm": {"tie_lstm_embs": False},
     "lstm tied": {"tie_lstm_embs": True},
+    "lstm norms": {"inner_dim": "1.12", "proj_dim": 12, "emb_dim": 12},
+    "lstm stacks": {
+        "method": "sum_rnn",
+        "tie_weights": False,
+        "inner_dim": "20.12",
+        "proj_dim": "20.20",
+        "emb_dim": "20.20.20",
+    },
+    "lstm stacks tied": {"method": "sum_rnn", "inner_dim": "12.24.16", "emb_dim": "12.12"},
 }
 LENGTHS = (9, 14, 6, 21)
 
