@@ -152,12 +152,14 @@ def round_costs(arms: Iterable[ArmStats]) -> list[RoundCosts]:
                 if name != OFF
             },
             rival=max(
-                1.0,
-                *(
-                    arm.mean_tokens_per_s * seconds
-                    for name, arm in groups[group].items()
-                    if speculator_of(name) in UNTRAINED
-                ),
+                [
+                    1.0,
+                    *(
+                        arm.mean_tokens_per_s * seconds
+                        for name, arm in groups[group].items()
+                        if speculator_of(name) in UNTRAINED
+                    ),
+                ]
             ),
         )
         for group, seconds in known.items()

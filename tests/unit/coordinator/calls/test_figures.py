@@ -187,6 +187,8 @@ def test_where_no_round_went_without_drafts_the_nearest_group_says_what_one_cost
         arm("eagle:5_1_6", 34, 10, 900.0, 3.0),  # which no other group knows
     ]
     one, five, last = round_costs(arms)
+    (*_, drafts_alone) = round_costs([*arms[:4], arms[4]])
+    assert drafts_alone.rival == 1.0
     assert (one.batch_group, five.batch_group, last.batch_group) == (1, 5, 21)
     assert dict(last.costs) == pytest.approx({"eagle:3_1_4": 2.0, "ngram:4_1_5": 0.8})
     assert (one.rival, last.rival) == pytest.approx((1.0, 2.5)), "n-grams are told as a rival"
