@@ -25,7 +25,9 @@ class JournalTail:
         self.seen: list[Entry] = []
 
     def until(self, matches: Callable[[Entry], bool], seconds: float) -> Entry:
-        """The first one of the rest that does; AssertionError after so many seconds."""
+        """The first one of the rest that does; AssertionError after so many seconds, or where the
+        run has ended before.
+        """
         end = time.monotonic() + patient(seconds)
         while time.monotonic() < end:
             for _, entries in self._client.xread({self._key: self._last}, count=1, block=1000):
@@ -33,4 +35,5 @@ class JournalTail:
                     self.seen.append(unpack_entry(*fields.values()))
                     if matches(self.seen[-1]):
                         return self.seen[-1]
+                    assert self.seen[-1]["phase"] not in ("finished", "failed"), self.seen[-9:]
         raise AssertionError(f"the last of {len(self.seen)} entries: {self.seen[-1:]}")

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
-STEPS, PROMPTS, SAMPLES = 4, 4, 4  # prompts and samples as demo_runs.SMALL has them
+STEPS, PROMPTS, SAMPLES = 6, 4, 4  # prompts and samples as demo_runs.SMALL has them
 RUN_ID = "demo-0-1"
 HEAD = f"{NETWORK}.1"
 REDIS_PORT, TLS_PORT = 6390, 6391
@@ -64,6 +64,7 @@ class Network:
         """Kills all of a host, which then is started again and joins as a new node."""
         self.hosts[address].kill()
         self.nodes[address].kill()
+        self.hosts[address].mend()
         join = f"--address={self.address}"
         self.nodes[address] = started(address, 1, join, within=self.hosts[address].within)
 
@@ -138,9 +139,15 @@ def run_on(
                 process.communicate(timeout=patient(60))
 
 
-def judged(directory: Path) -> list[str]:
-    """Asserts that a run has done all its steps, and that nothing was lost or trained twice, by
-    what its Redis has logged; what was trained, by step.
+@pytest.fixture(scope="module")
+def batches() -> list[list[str]]:
+    """Hashes of the batches of the runs that were judged."""
+    return []
+
+
+def judge_run(directory: Path, batches: list[list[str]]) -> None:
+    """Asserts that a run has done all its steps, that nothing was lost or trained twice, by what
+    its Redis has logged, and that it trained the batches of the runs before it.
     """
     summary = json.loads((directory / RUN_ID / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
@@ -151,20 +158,19 @@ def judged(directory: Path) -> list[str]:
     assert (verdict.lost, verdict.duplicated, verdict.disordered) == ([], [], [])
     assert verdict.trained == STEPS * PROMPTS * SAMPLES
     assert left_over(directory) == []
-    batches: dict[int, set[str]] = {}
+    trained: dict[int, set[str]] = {}  # by policy version; a step that is made again is the same
     for line in (directory / RUN_ID / "journal.jsonl").read_text().splitlines():
         _, _, event, data, *_ = json.loads(line)
         if event == "PolicyStepped":
-            batches.setdefault(data["policy_version"], set()).add(data["details"]["batch_hash"])
-    assert {version: len(hashes) for version, hashes in batches.items()} == dict.fromkeys(
-        range(1, STEPS + 1), 1
-    )
-    return [hash_of for _, hashes in sorted(batches.items()) for hash_of in hashes]
+            trained.setdefault(data["policy_version"], set()).add(data["details"]["batch_hash"])
+    assert sorted(trained) == list(range(1, STEPS + 1))
+    batches.append([",".join(sorted(trained[version])) for version in sorted(trained)])
+    assert batches[-1] == batches[0]
 
 
 @pytest.mark.parametrize("phases", [("rollout", "policy", "drafter"), ("push", "commit")])
 def test_a_node_of_trainers_that_is_killed_in_a_phase_costs_nothing(
-    phases: tuple[str, ...], net: Network, tmp_path: Path
+    phases: tuple[str, ...], net: Network, tmp_path: Path, batches: list[list[str]]
 ) -> None:
     with run_on(net, tmp_path) as run:
         journal = JournalTail(run.redis, RUN_ID)
@@ -174,10 +180,12 @@ def test_a_node_of_trainers_that_is_killed_in_a_phase_costs_nothing(
             journal.until(lambda entry: entry["event"] == "Resumed", 200)
         output = run.output()
     assert output.count("the run is taken up again") == len(phases)
-    judged(tmp_path)
+    judge_run(tmp_path, batches)
 
 
-def test_a_run_outlives_a_partition_of_ten_seconds(net: Network, tmp_path: Path) -> None:
+def test_a_run_outlives_a_partition_of_ten_seconds(
+    net: Network, tmp_path: Path, batches: list[list[str]]
+) -> None:
     with run_on(net, tmp_path) as run:
         host = net.hosts[run.host_of_trainers()]
         host.cut()
@@ -186,14 +194,28 @@ def test_a_run_outlives_a_partition_of_ten_seconds(net: Network, tmp_path: Path)
         host.mend()
         output = run.output()
     assert "the run is taken up again" not in output
-    judged(tmp_path)
+    judge_run(tmp_path, batches)
 
 
-def test_a_run_outlives_a_node_that_is_slow(net: Network, tmp_path: Path) -> None:
+def test_a_node_that_is_cut_off_for_long_counts_as_lost(
+    net: Network, tmp_path: Path, batches: list[list[str]]
+) -> None:
+    with run_on(net, tmp_path) as run:
+        host = run.host_of_trainers()
+        net.hosts[host].cut()
+        wait_for(run.process, "the run is taken up again")
+        net.lose(host)
+        run.output()
+    judge_run(tmp_path, batches)
+
+
+def test_a_run_outlives_a_node_that_is_slow(
+    net: Network, tmp_path: Path, batches: list[list[str]]
+) -> None:
     with run_on(net, tmp_path) as run, net.hosts[run.host_of_trainers()].slowed():
         output = run.output()
     assert "the run is taken up again" not in output
-    judged(tmp_path)
+    judge_run(tmp_path, batches)
 
 
 @contextmanager
@@ -221,7 +243,7 @@ def closed_ways(
 
 @WITH_TAPS
 def test_a_link_that_is_slow_and_loses_frames_costs_nothing_under_tls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: list[list[str]]
 ) -> None:
     every = [f"{NETWORK}.{number}" for number in (1, 2, 3)]
     security = authority(tmp_path, "network", "PACELINE_TOKEN", ["127.0.0.1", *every])
@@ -237,4 +259,4 @@ def test_a_link_that_is_slow_and_loses_frames_costs_nothing_under_tls(
     ):
         output = run.output()
     assert "the run is taken up again" not in output
-    judged(tmp_path)
+    judge_run(tmp_path, batches)
