@@ -71,7 +71,7 @@ def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
 
 async def test_a_run_that_is_taken_up_waits_for_a_node_that_comes_back(tmp_path: Path) -> None:
     port = free_ports(1)[0]
-    pools = [Pool("control", ("coordinator",)), Pool("rollout", ("gateway",), ({CPU: 1.0},))]
+    pools = [Pool("rollout", ("gateway",), ({CPU: 1.0},))]
     asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
     with ray_nodes({HEAD: 0}, port) as nodes:
         address = f"{HEAD}:{port}"
