@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
+
+_HERE = ("127.0.0.1",)
 
 
 def openssl(directory: Path, *arguments: str) -> None:
@@ -15,8 +18,12 @@ def openssl(directory: Path, *arguments: str) -> None:
     )
 
 
-def authority(directory: Path, name: str, token_env: str) -> SecurityConfig:
-    """An own authority with one certificate for localhost under it; the token is of that variable."""
+def authority(
+    directory: Path, name: str, token_env: str, addresses: Sequence[str] = _HERE
+) -> SecurityConfig:
+    """An own authority with one certificate for localhost under it, and for these addresses; the
+    token is of that variable.
+    """
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     root = [
         "-x509",
@@ -41,7 +48,8 @@ def authority(directory: Path, name: str, token_env: str) -> SecurityConfig:
         "-out",
         f"{name}.csr",
     )
-    (directory / "ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    names = ",".join(["DNS:localhost", *(f"IP:{address}" for address in addresses)])
+    (directory / "ext").write_text(f"subjectAltName={names}")
     sign = [
         "-CA",
         f"{name}-ca.pem",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,13 +20,14 @@ SMALL = (
 )
 
 
-def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+def demo(out: Path, *arguments: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`within`: words before its command."""
     environment = dict(os.environ)
     environment.pop("REDIS_URL", None)
     command = [sys.executable, "-m", "paceline.cli.main", "demo", "--out", str(out)]
     command += ["--lines", "text", *arguments]
     return subprocess.Popen(
-        command,
+        [*within, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster, each under an address of its own on loopback."""
+"""Nodes of a Ray cluster, each under an address of its own, and a run over them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from demo_runs import SMALL, demo
 
+from paceline.cli.run_files import RunFiles
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 
@@ -25,14 +27,16 @@ _START = Path(sys.executable).with_name("ray")
 class RayNode:
     """One node: a process group that can be killed whole."""
 
-    def __init__(self, host: str, cpus: int, *where: str) -> None:
-        """`where`: words that make it the head, or name the head."""
+    def __init__(self, host: str, cpus: int, *where: str, within: Sequence[str] = ()) -> None:
+        """`where`: words that make it the head, or name the head; `within`: those before its
+        command.
+        """
         words = ["--block", f"--node-ip-address={host}", f"--num-cpus={cpus}", *where]
         words += ["--object-store-memory=80000000"]
         words += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
         self.host = host
         self._process = subprocess.Popen(
-            [str(_START), "start", *words],
+            [*within, str(_START), "start", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -65,10 +69,10 @@ class RayNode:
                 self.kill()
 
 
-def started(host: str, cpus: int, *where: str) -> RayNode:
+def started(host: str, cpus: int, *where: str, within: Sequence[str] = ()) -> RayNode:
     """A node; Ray gives one 30 s to start, whatever the machine does, so it may take several."""
     for _ in range(4):
-        node = RayNode(host, cpus, *where)
+        node = RayNode(host, cpus, *where, within=within)
         if not (said := node.starts()):
             return node
         node.stop()
@@ -76,19 +80,40 @@ def started(host: str, cpus: int, *where: str) -> RayNode:
 
 
 @contextmanager
-def ray_nodes(cpus: dict[str, int], port: int, *more: str) -> Iterator[dict[str, RayNode]]:
+def ray_nodes(
+    cpus: dict[str, int], port: int, *more: str, within: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[dict[str, RayNode]]:
     """Nodes by host, with so many cores each; the first is the head, and has
-    `more` words.
+    `more` words. `within`: words before the commands of each host.
     """
     nodes: dict[str, RayNode] = {}
     head, *others = cpus
+    before = dict.fromkeys(cpus, ()) if within is None else within
     try:
         client = f"--ray-client-server-port={free_ports(1)[0]}"
         words = ("--head", f"--port={port}", client, "--include-dashboard=false", *more)
-        nodes[head] = started(head, cpus[head], *words)
+        nodes[head] = started(head, cpus[head], *words, within=before[head])
         for host in others:
-            nodes[host] = started(host, cpus[host], f"--address={head}:{port}")
+            join = f"--address={head}:{port}"
+            nodes[host] = started(host, cpus[host], join, within=before[host])
         yield nodes
     finally:
         for node in reversed(nodes.values()):
             node.stop()
+
+
+def run_over_nodes(
+    out: Path, address: str, *words: str, within: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """A demo whose trainers are on another node than its rollouts."""
+    apart = ("max_policy_lag=2", "placement=disaggregated", "learner_slots=1")
+    chosen = [f"coordinator.{one}" for one in ("schedule=fully_async", *apart)]
+    launched = ("--launcher", "ray", "--address", address)
+    words = (*SMALL, *chosen, "gateway.engine.workers=1", *launched, *words)
+    return demo(out, *words, within=within)
+
+
+def host_of(run: Path, service: str) -> str:
+    """Where a service of a run is now."""
+    address: str = RunFiles("", run).read_config()["addresses"][service]
+    return address.rpartition(":")[0].rpartition("//")[2]

@@ -41,14 +41,14 @@ class RedisServer:
 
 
 @contextmanager
-def foreign_redis(directory: Path, *settings: str) -> Iterator[str]:
+def foreign_redis(directory: Path, *settings: str, within: Sequence[str] = ()) -> Iterator[str]:
     """URL of a server that others run over `directory`: every command is allowed. `settings` are
-    more lines of its redis.conf.
+    more lines of its redis.conf; `within`: words before its command.
     """
     directory.mkdir(parents=True, exist_ok=True)
     socket = directory / "s"
     lines = ["port 0", f"unixsocket {socket}", 'save ""', f"dir {directory}", *settings]
-    server = start_redis("\n".join(lines), directory / "log")
+    server = start_redis("\n".join(lines), directory / "log", within=within)
     try:
         yield f"unix://{socket}?db=0"  # a client of connect() waits until it serves
     finally:
@@ -57,7 +57,11 @@ def foreign_redis(directory: Path, *settings: str) -> Iterator[str]:
 
 
 def start_redis(
-    settings: str, log: Path, words: Sequence[str] = (), file: Path | None = None
+    settings: str,
+    log: Path,
+    words: Sequence[str] = (),
+    file: Path | None = None,
+    within: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """A server process with the lines of a redis.conf, which lies in `file` where the server has to
     write it too.
@@ -66,7 +70,7 @@ def start_redis(
         file.write_text(settings)
     with log.open("ab") as output:
         server = subprocess.Popen(
-            [find_redis_server(), file or "-", *words],
+            [*within, find_redis_server(), file or "-", *words],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

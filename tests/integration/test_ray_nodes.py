@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from demo_runs import SMALL, demo, left_over, wait_for
-from ray_nodes import TOKEN, WITH_RAY, ray_nodes
+from demo_runs import left_over, wait_for
+from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
 from reward_pools import HANGS_ONCE, RUN, gone, joined_slots, ray_head, written
 
-from paceline.cli.run_files import RunFiles
 from paceline.cluster.launcher import RunOnCluster, on_cluster
-from paceline.cluster.pools import GPU, Pool
+from paceline.cluster.pools import CPU, GPU, Pool
 from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
 from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
@@ -35,33 +36,15 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
 
 
-def run_over_nodes(out: Path, address: str, *words: str) -> subprocess.Popen[str]:
-    apart = ("schedule=fully_async", "max_policy_lag=2", "placement=disaggregated")
-    chosen = [f"coordinator.{one}" for one in (*apart, "learner_slots=1")]
+def run_with_redis(out: Path, address: str, *words: str) -> subprocess.Popen[str]:
     redis = f"redis.durable_url=redis://127.0.0.1:{free_ports(1)[0]}"
-    launched = ("--launcher", "ray", "--address", address)
-    return demo(
-        out,
-        "--steps",
-        str(STEPS),
-        *SMALL,
-        *chosen,
-        "gateway.engine.workers=1",
-        redis,
-        *launched,
-        *words,
-    )
-
-
-def host_of(run: Path, service: str) -> str:
-    address: str = RunFiles("", run).read_config()["addresses"][service]
-    return address.rpartition(":")[0].rpartition("//")[2]
+    return run_over_nodes(out, address, "--steps", str(STEPS), redis, *words)
 
 
 def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path: Path) -> None:
     port, run = free_ports(1)[0], tmp_path / "demo-0-1"
     with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
-        process = run_over_nodes(tmp_path, f"{HEAD}:{port}")
+        process = run_with_redis(tmp_path, f"{HEAD}:{port}")
         lines = wait_for(process, "step 1/")
         hosts = {name: host_of(run, name) for name in ("gateway", "policy_trainer", "coordinator")}
         assert hosts["coordinator"] == HEAD
@@ -70,7 +53,7 @@ def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path:
         nodes[hosts["policy_trainer"]].kill()
         output, _ = process.communicate(timeout=patient(400))
         assert process.returncode == 0, "".join(lines) + output
-        assert "the run is taken up again on the nodes that are left" in output
+        assert "the run is taken up again on the nodes that there are" in output
         assert host_of(run, "policy_trainer") not in (hosts["policy_trainer"], HEAD)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
@@ -84,11 +67,26 @@ def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path:
 def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     with ray_nodes({HEAD: 1, NODES[0]: 1}, port):
-        process = run_over_nodes(tmp_path, f"{HEAD}:{port}", 'redis.durable_url=""')
+        process = run_with_redis(tmp_path, f"{HEAD}:{port}", 'redis.durable_url=""')
         output, _ = process.communicate(timeout=patient(120))
     assert process.returncode != 0
     assert "a run on several nodes needs a Redis that all of them reach" in output
     assert " started (pid " not in output
+
+
+async def test_a_run_that_is_taken_up_waits_for_a_node_that_comes_back(tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    pools = [Pool("rollout", ("gateway",), ({CPU: 1.0},))]
+    asked = RunOnCluster(ServiceConfig(), [], [], tmp_path, pools, 60.0)
+    with ray_nodes({HEAD: 0}, port) as nodes:
+        address = f"{HEAD}:{port}"
+        with pytest.raises(ConfigError, match="fewer slots than this run asks for"):
+            async with on_cluster(asked, address, lambda event: None):
+                pass
+        joining = asyncio.to_thread(started, NODES[0], 1, f"--address={address}")
+        back = asyncio.create_task(joining)
+        async with on_cluster(replace(asked, room_s=60.0), address, lambda event: None):
+            nodes[NODES[0]] = await back
 
 
 async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(

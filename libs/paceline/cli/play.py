@@ -101,16 +101,22 @@ async def _taken_up(
     """As _shown, again from its journal after the loss of a node."""
     for left in reversed(range(_TAKEN_UP + 1)):
         try:
-            return await _shown(run, config, plan, view, pids)
+            return await _shown(run, config, plan, view, pids, again=left < _TAKEN_UP)
         except Unavailable as error:
             if error.reason != START_AGAIN or not left:
                 raise
-            view.line(f"{error}; the run is taken up again on the nodes that are left")
+            view.line(f"{error}; the run is taken up again on the nodes that there are")
     raise AssertionError("the last try returns or raises")
 
 
 async def _shown(
-    run: Play, config: ServiceConfig, plan: Checked, view: View, pids: dict[str, int]
+    run: Play,
+    config: ServiceConfig,
+    plan: Checked,
+    view: View,
+    pids: dict[str, int],
+    *,
+    again: bool,
 ) -> tuple[bool, LedgerCount | None]:
     """Start, show, wait, count the trajectories, stop; False when a signal ended it.
 
@@ -123,7 +129,7 @@ async def _shown(
         view.event(event)
 
     overrides = [*run.overrides, *plan.overrides]
-    settings = StartSettings(config, run.settings, overrides, run.files.directory, plan)
+    settings = StartSettings(config, run.settings, overrides, run.files.directory, plan, again)
     following: list[asyncio.Task[None]] = []
 
     async def started() -> None:

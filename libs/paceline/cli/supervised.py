@@ -22,6 +22,8 @@ _AFTER_ITS_OWN_S = 30.0
 _ALL_S = 300.0
 """For services that wait for others, beyond the slowest one's own deadline."""
 
+_BACK_S = 120.0
+"""For a lost node to come back, or another one in its place."""
 _STOP_GRACE_S = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -35,6 +37,7 @@ class StartSettings:
     overrides: Sequence[str]
     directory: Path
     plan: Checked
+    again: bool = False  # after the loss of a node
 
 
 @asynccontextmanager
@@ -62,7 +65,8 @@ async def supervisor_of(
     from paceline.cluster.pools import pools_of
 
     pools = pools_of(run.files, run.overrides)
-    asked = RunOnCluster(*given, run.directory, pools, _health_s(run.plan))
+    room_s = _BACK_S if run.again else 0.0
+    asked = RunOnCluster(*given, run.directory, pools, _health_s(run.plan), room_s)
     launches = service_launches(*given)
     async with on_cluster(asked, launcher.address, on_event) as cluster:
         supervisor = Supervisor(cluster.launches(launches), run.directory, keep=cluster.keep)

@@ -53,8 +53,8 @@ class KeptService:
         self._deaths: list[float] = []
 
     async def run(self) -> None:
-        """As Child.run; Unavailable with the reason START_AGAIN where it cannot come back alone,
-        DeadlineExceeded for a keeper that does not answer.
+        """As Child.run; Unavailable with the reason START_AGAIN where it cannot come back alone, or
+        its keeper does not answer.
         """
         for need in self._needs:
             await need.is_healthy.wait()
@@ -117,6 +117,8 @@ class KeptService:
             try:
                 asked = self._keeper.look.remote(self._next, healthy, _LOOK_S)
                 return KeeperReport.of(await self._asked(asked))
+            except DeadlineExceeded as error:  # a network that says nothing: Ray waits for longer
+                raise self._lost(error) from error
             except _away() as error:
                 if asyncio.get_running_loop().time() > end:
                     raise self._lost(error) from error

@@ -43,6 +43,7 @@ class RunOnCluster:
     directory: Path  # of its files, absolute
     pools: Sequence[Pool]
     health_s: float  # that a service may take to its start
+    room_s: float = 0.0  # that slots are awaited which the cluster does not have
 
     def actor(self, service: str) -> str:
         """Name of the keeper of a service; without one what all names begin with."""
@@ -62,7 +63,7 @@ async def on_cluster(
     async with joined(address, allow_insecure=run.config.security.allow_insecure) as ray:
         launcher = _ClusterRun(ray, run, on_event)
         await launcher.require_name()
-        check_room(run.pools, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        await launcher.find_room()
         try:
             await launcher.reserve()
             await launcher.look_at_nodes()
@@ -112,6 +113,18 @@ class _ClusterRun:
             return float(self._ray.get(keeper.silent_s.remote(), timeout=patient(_LOOKED_AT_S)))
         except (ValueError, self._ray.exceptions.RayActorError):  # it has just ended
             return float("inf")
+
+    async def find_room(self) -> None:
+        """Raises ConfigError where the nodes of the cluster are too small or too few."""
+        end = asyncio.get_running_loop().time() + patient(self._run.room_s)
+        while True:
+            nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            try:
+                return check_room(self._run.pools, nodes)
+            except ConfigError:
+                if asyncio.get_running_loop().time() >= end:
+                    raise
+                await asyncio.sleep(1.0)
 
     async def reserve(self) -> None:
         """Takes the slots of all pools. Raises DeadlineExceeded while others have them."""
