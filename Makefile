@@ -17,6 +17,7 @@ check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code,
 test: setup ; @.ci/test  ## every test but the slow ones
 test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
+network: setup ; @$(BIN)/python -m pytest -m network  ## runs over hosts that are killed, cut off, slow; needs root
 mutants: setup ; @$(BIN)/python .ci/mutants  ## change the code a little, a sample of 12 a target: do tests notice? MUTANTS=n|all
 chaos: setup ; @$(BIN)/python -m benchmarks.chaos --faults $(or $(FAULTS),50) --seed $(or $(SEED),0) --out $(or $(OUT),runs/chaos.json)  ## 50 faults in a whole run: is anything lost? FAULTS=n SEED=n OUT=file
 attack: setup ; @$(BIN)/python -m pytest -m attack  ## tests that attack running services

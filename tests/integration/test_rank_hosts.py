@@ -95,6 +95,7 @@ async def test_five_steps_on_two_hosts_are_those_of_two_ranks_on_one_bit_for_bit
     assert len(set(on_one)) == 5, "a step changed nothing"
 
 
+@pytest.mark.slow
 async def test_a_step_whose_host_is_killed_fails_and_is_trained_by_the_next_one(
     world: World,
 ) -> None:
@@ -125,6 +126,7 @@ async def test_a_step_whose_host_is_killed_fails_and_is_trained_by_the_next_one(
     assert (await Ledger(world.client, world.run).count()).trained == 12
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_on_another_host_is_started_there_again(world: World) -> None:
     async with host(world) as other:
         await world.start(**HOSTS)
@@ -139,6 +141,7 @@ async def test_a_rank_that_is_killed_on_another_host_is_started_there_again(worl
         assert other.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_is_killed_finds_its_hosts_again(world: World) -> None:
     async with host(world) as other:
         await world.start(**HOSTS)

@@ -28,7 +28,7 @@ pytestmark = [
     WITH_RAY,
     WITH_NAMESPACES,
     pytest.mark.ray,
-    pytest.mark.slow,
+    pytest.mark.network,
     pytest.mark.timeout(900),
 ]
 STEPS, PROMPTS, SAMPLES = 6, 4, 4  # prompts and samples as demo_runs.SMALL has them
@@ -183,6 +183,7 @@ def test_a_node_of_trainers_that_is_killed_in_a_phase_costs_nothing(
     judge_run(tmp_path, batches)
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_partition_of_ten_seconds(
     net: Network, tmp_path: Path, batches: list[list[str]]
 ) -> None:

@@ -31,6 +31,7 @@ from paceline.services.rollout_gateway.sandbox import Sandbox
 pytestmark = [
     WITH_RAY,
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="module"),
 ]

@@ -135,7 +135,7 @@ def own(path: Path, **settings: float) -> RewardsConfig:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["beside", pytest.param("cluster", marks=[WITH_RAY, pytest.mark.ray])],
+    params=["beside", pytest.param("cluster", marks=[WITH_RAY, pytest.mark.ray, pytest.mark.slow])],
 )
 async def spawns(request: pytest.FixtureRequest) -> AsyncIterator[Sequence[Spawn] | None]:
     """Where children are: beside the gateway, or on a slot of a Ray cluster."""
