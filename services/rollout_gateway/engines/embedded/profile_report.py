@@ -64,6 +64,9 @@ class ProfileReport:
     tokens_per_s: float  # of all prompts decoding together
     prepare_s: float  # a version is read, rounded and staged
     commit_s: float  # and copied into the storages that serve
+    answered: int = 0  # held-out tasks, of which the next two are the shares answered right
+    accuracy: float | None = None  # None: there were no answers to check
+    plain_accuracy: float | None = None  # of the model without the profile
 
     def write(self, path: Path) -> None:
         """As JSON, which the setting `profile` takes."""
@@ -92,7 +95,7 @@ def measure_profile(
             seen=f"{len(prompts)} prompts, {longest} tokens with the response",
             allowed=f"1 prompt or more, {config.max_position_embeddings} tokens",
         )
-    engine = _engine(directory, profile, len(prompts), longest, dtype, threads)
+    engine = profiled_engine(directory, profile, len(prompts), longest, dtype, threads)
     chunks, tokens_per_s = _drawn(engine, prompts, tokens)
     del engine
     served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile, config))
@@ -137,9 +140,10 @@ def matrix_errors(weights: DecoderWeights, exact: DecoderWeights) -> list[Matrix
     return found
 
 
-def _engine(
+def profiled_engine(
     directory: Path, profile: str, rows: int, longest: int, dtype: str, threads: int
 ) -> Engine:
+    """One that draws without drafts, `rows` requests of at most `longest` tokens at a time."""
     settings = {
         "model_dir": str(directory),
         "profile": profile,
@@ -157,15 +161,23 @@ def _drawn(engine: Engine, prompts: Prompts, tokens: int) -> tuple[list[Chunk], 
     """What the engine says to each prompt, and its tokens a second when that is repeated."""
     best = 0.0
     for _ in range(TIMED):
-        for number, prompt in enumerate(prompts):
-            sampling = Sampling(seed=number, max_tokens=tokens, temperature=1.0, ignore_eos=True)
-            engine.enqueue(Request(number, prompt, sampling))
         began = time.perf_counter()
-        ended: dict[int, Chunk] = {}
-        while engine.has_work:
-            ended |= {chunk.request_id: chunk for chunk in engine.step()}
+        chunks = draw_all(engine, prompts, tokens, ignore_eos=True)
         best = max(best, len(prompts) * tokens / (time.perf_counter() - began))
-    return [ended[number] for number in range(len(prompts))], best
+    return chunks, best
+
+
+def draw_all(
+    engine: Engine, prompts: Prompts, tokens: int, *, ignore_eos: bool = False
+) -> list[Chunk]:
+    """A response to each prompt, at temperature 1 with the prompt's number as its seed."""
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(seed=number, max_tokens=tokens, temperature=1.0, ignore_eos=ignore_eos)
+        engine.enqueue(Request(number, prompt, sampling))
+    ended: dict[int, Chunk] = {}
+    while engine.has_work:
+        ended |= {chunk.request_id: chunk for chunk in engine.step()}
+    return [ended[number] for number in range(len(prompts))]
 
 
 def _compared(
