@@ -13,17 +13,20 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.models.adapters import hash_of_start
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
-from paceline.models.profiles import PROFILES, ROUNDED, chosen_profile
+from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.services.rollout_gateway.engines.embedded import profile_report
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.profile_report import measure_profile
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import PauseMode
 from paceline.services.rollout_gateway.environments.base import TextTurn
 from paceline.services.rollout_gateway.profile_accuracy import HeldOut, accuracy
 from paceline.services.rollout_gateway.profile_command import app
 from paceline.tasks import Task, open_tasks, write_tasks
+from paceline.trajectory import Target, VersionSet
 
 DEMO = Path("examples/demo")
 PROMPTS = [(3, 4, 5, 6), (7, 8)]
@@ -114,16 +117,21 @@ def test_what_is_written_chooses_the_profile_for_this_model_and_for_no_other(
     assert [line.split()[0] for line in lines[1:]] == ["profile", "float32", "fp8_tensor"]
     file = tmp_path / "fp8_tensor.json"
     assert len(json.loads(file.read_text())["matrices"]) == 12
-    config = read_config(model)
-    assert chosen_profile(str(file), config) == PROFILES["fp8_tensor"]
-    with pytest.raises(ConfigError, match="another model"):
-        chosen_profile(str(file), replace(config, num_layers=4))
-    build_embedded(EmbeddedSpec(model_dir=str(model), drafter="off", profile=str(file)))
-    save_random(tmp_path / "other", "llama", num_hidden_layers=4)
+    engine = build_embedded(EmbeddedSpec(model_dir=str(model), drafter="off", profile=str(file)))
+    save_random(tmp_path / "deeper", "llama", sharpness=4.0, num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"another model.*3 layers.*allowed.*4 layers"):
         build_embedded(
-            EmbeddedSpec(model_dir=str(tmp_path / "other"), drafter="off", profile=str(file))
+            EmbeddedSpec(model_dir=str(tmp_path / "deeper"), drafter="off", profile=str(file))
         )
+    other = tmp_path / "other"
+    save_random(other, "llama", sharpness=5.0)
+    hashes = f"seen: {hash_of_start(model)}; allowed: {hash_of_start(other)}"
+    with pytest.raises(ConfigError, match=f"was measured on other weights; {hashes}"):
+        build_embedded(EmbeddedSpec(model_dir=str(other), drafter="off", profile=str(file)))
+    # ... as a version it is what training made of the first, and rounded alike
+    engine.prepare_weights(Target.POLICY, 1, other)
+    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(1, 1, 0)
 
 
 def test_the_demos_policy_answers_the_held_out_tasks_beside_it(tmp_path: Path) -> None:

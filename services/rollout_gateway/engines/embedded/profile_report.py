@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidInput
+from paceline.models.adapters import hash_of_start
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
@@ -53,6 +55,7 @@ class ProfileReport:
 
     profile: str  # "": none
     model: str  # its shape
+    weights: str  # and the hash of its files
     dtype: str  # what the engine computes with
     matrices: tuple[MatrixError, ...]
     tokens: int  # drawn and scored
@@ -98,7 +101,8 @@ def measure_profile(
     engine = profiled_engine(directory, profile, len(prompts), longest, dtype, threads)
     chunks, tokens_per_s = _drawn(engine, prompts, tokens)
     del engine
-    served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile, config))
+    start = partial(hash_of_start, directory)
+    served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile, config, start))
     exact = ServedModel(config, torch.float32, longest).load(directory)
     with torch.inference_mode():
         weights = served.load(directory)
@@ -112,6 +116,7 @@ def measure_profile(
     return ProfileReport(
         profile=served.profile.name if served.profile else "",
         model=model_words(config),
+        weights=start(),
         dtype=dtype,
         matrices=errors,
         tokens=len(gaps),
