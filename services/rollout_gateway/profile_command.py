@@ -104,9 +104,14 @@ def profile(
     except PacelineError as error:
         typer.echo(f"paceline profile: {error}", err=True)
         raise typer.Exit(2) from error
+    _tell(reports, file, out)
+
+
+def _tell(reports: Sequence[ProfileReport], file: Path | None, out: Path | None) -> None:
+    """Prints them, and writes those of profiles where there is a directory for them."""
     first = reports[0]
     asked = f", {first.answered} tasks of {file} answered" if first.answered else ""
-    typer.echo(f"{first.model}; {dtype}, {first.tokens} tokens drawn{asked}")
+    typer.echo(f"{first.model}; {first.dtype}, {first.tokens} tokens drawn{asked}")
     typer.echo("\n".join(report_lines(reports)))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

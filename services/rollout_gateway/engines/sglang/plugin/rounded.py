@@ -104,7 +104,7 @@ class NotFinite(NamedTuple):
     """Numbers that rounding left and nothing can be computed with."""
 
     place: str
-    count: int
+    numbers: int
     value: float
 
 
@@ -179,7 +179,7 @@ def _round(name: str, module: Any, serving: Mapping[str, nn.Parameter]) -> None:
     module.quant_method.process_weights_after_loading(module)
     wrong = _first_wrong(name, module)
     if wrong is not None:
-        raise RuntimeError(f"{wrong.place}: {wrong.count} are not finite: {wrong.value}")
+        raise RuntimeError(f"{wrong.place}: {wrong.numbers} are not finite: {wrong.value}")
     rounded = _parameters(module)
     for key, served in serving.items():
         found = rounded[key]
