@@ -26,10 +26,11 @@ from paceline.services.rollout_gateway.engines.embedded.profile_report import (
     measure_profile,
 )
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.rewards.math_answer import answer_of, same_answer
-from paceline.tasks import Task, open_tasks
+from paceline.services.rollout_gateway.environments.base import TextTurn
+from paceline.services.rollout_gateway.profile_accuracy import accuracy
+from paceline.tasks import open_tasks
 
-MARKER, SCORED_TOKENS = "#", 64
+SCORED_TOKENS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,21 +69,25 @@ async def run(options: argparse.Namespace) -> BenchResult:
         for name in reports
     }
     runs = await take_turns(ways, options.pairs, f"batch {options.batch}")
-    right = {name: accuracy(several[0], tasks, codec) for name, several in runs.items()}
+    right = {
+        name: await accuracy(turns(several[0], codec, options.max_tokens), tasks)
+        for name, several in runs.items()
+    }
     rows = [_row(reports[name], runs[name], runs[""], right[name], right[""]) for name in reports]
     title = f"profiles on {options.policy}, {options.dtype}, {options.prompts} held-out tasks"
     return BenchResult(title, rows, [])
 
 
-def accuracy(one: TimedRun, tasks: Sequence[Task], codec: TextCodec) -> float:
-    """Share of the tasks that are answered right, by the demo's rule: the answer alone counts."""
-    texts = [codec.decode(answer.tokens) for answer in one.answers]
-    given = [answer_of(text, MARKER) for text in texts]
-    hits = [
-        answer is not None and bool(same_answer(answer, task.answer))
-        for answer, task in zip(given, tasks, strict=True)
+def turns(one: TimedRun, codec: TextCodec, max_tokens: int) -> list[TextTurn]:
+    """The answers of a run as texts."""
+    return [
+        TextTurn(
+            answer.tokens,
+            codec.decode(answer.tokens),
+            "stop" if len(answer.tokens) < max_tokens else "length",
+        )
+        for answer in one.answers
     ]
-    return sum(hits) / len(hits)
 
 
 def _engine(model: Path, profile: str, options: argparse.Namespace) -> Engine:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from paceline.arm_names import OFF
-from paceline.models.profiles import COARSE
+from paceline.models.profiles import FINE
 from paceline.services.policy_trainer.config import AuditBound, AuditConfig
 from paceline.trajectory import (
     ARM_PATH,
@@ -190,10 +190,8 @@ def bound_of(cell: str, settings: AuditConfig, compute_dtype: str) -> AuditBound
     _, numbers, _, stale = json.loads(cell)
     if stale:
         return settings.swapped
-    if numbers in COARSE:
-        return settings.coarse
     if numbers not in (_EXACT, *_HALF):
-        return settings.quantised
+        return settings.quantised if numbers in FINE else settings.coarse
     return settings.float32 if numbers == compute_dtype == _EXACT else settings.bfloat16
 
 

@@ -76,7 +76,9 @@ class AuditConfig(Config):
     quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
     """Where the engine rounds weights to int8."""
     coarse: AuditBound = AuditBound(mean=0.2, upper=3.0)
-    """Where it rounds weights to e4m3, or activations too."""
+    """Where it rounds weights to e4m3, or activations too; SGLang's quantization, and keys and
+    values in fewer bits.
+    """
     swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 

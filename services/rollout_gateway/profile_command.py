@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,15 +22,17 @@ from paceline.services.rollout_gateway.engines.embedded.profile_report import (
     Prompts,
     measure_profile,
 )
+from paceline.services.rollout_gateway.profile_accuracy import MARKER, HeldOut
 from paceline.tasks import open_tasks
 
 HELP = """Round a model by profiles, and measure each against float32.
 
 Prints a line for each, the model as it is first: mean and worst relative error of its matrices,
-mean and 99th percentile of the gap of log-probs (nats), KL, size, tokens a second, and what an
-update takes. With --out every profile's
-file is written to <out>/<profile>.json, with the error of each matrix, which
-gateway.engine.embedded.profile takes for models of the same shape.
+mean and 99th percentile of the gap of log-probs (nats), KL, the share of held-out tasks that is
+answered right (with --tasks, by the rule math_answer) and its ratio to that of the model as it is,
+size, tokens a second, and what an update takes. With --out every profile's file is written to
+<out>/<profile>.json, with the error of each matrix, which gateway.engine.embedded.profile takes for
+this model.
 """
 _HEAD = (
     "profile",
@@ -37,6 +41,8 @@ _HEAD = (
     "gap",
     "99 %",
     "KL",
+    "accuracy",
+    "",
     "MiB",
     "",
     "tok/s",
@@ -46,6 +52,8 @@ _HEAD = (
 )
 RANDOM_TOKENS = 8
 """Of a prompt where there is no file of them."""
+HELD_OUT = "tasks_heldout.jsonl"
+"""Taken where it lies beside the model's directory, as it does in the demo."""
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -59,10 +67,20 @@ def profile(
     ] = None,
     tasks: Annotated[
         Path | None,
-        typer.Option(help="file of tasks whose prompts are taken; default: random tokens"),
+        typer.Option(
+            help="file of tasks whose prompts are taken and whose answers are checked; default: "
+            f"{HELD_OUT} beside the model's directory, else random tokens"
+        ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="how many, decoded together")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="tokens drawn behind each")] = 32,
+    answers: Annotated[
+        int, typer.Option(min=0, help="tasks of the file that are answered; 0: none")
+    ] = 64,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="of an answer, at most")] = 384,
+    marker: Annotated[
+        str, typer.Option(help="the answer of a response follows the last of these")
+    ] = MARKER,
     dtype: Annotated[
         str, typer.Option(help=f"what the engine computes with: {' | '.join(DTYPES)}")
     ] = "float32",
@@ -74,15 +92,26 @@ def profile(
         wanted = _wanted(names or [])
         if dtype not in DTYPES:
             raise ConfigError("no such dtype", seen=dtype, allowed=", ".join(DTYPES))
-        chosen = _prompts(model, tasks, prompts)
+        file = tasks or _neighbour(model)
+        chosen = _prompts(model, file, prompts)
         reports = [
             measure_profile(model, name, chosen, tokens=tokens, dtype=dtype, threads=threads)
             for name in ("", *wanted)
         ]
+        held_out = _held_out(file, answers, answer_tokens, marker)
+        if held_out.tasks:
+            reports = asyncio.run(_answered(reports, held_out, model, threads))
     except PacelineError as error:
         typer.echo(f"paceline profile: {error}", err=True)
         raise typer.Exit(2) from error
-    typer.echo(f"{reports[0].model}; {dtype}, {reports[0].tokens} tokens drawn")
+    _tell(reports, file, out)
+
+
+def _tell(reports: Sequence[ProfileReport], file: Path | None, out: Path | None) -> None:
+    """Prints them, and writes those of profiles where there is a directory for them."""
+    first = reports[0]
+    asked = f", {first.answered} tasks of {file} answered" if first.answered else ""
+    typer.echo(f"{first.model}; {first.dtype}, {first.tokens} tokens drawn{asked}")
     typer.echo("\n".join(report_lines(reports)))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -95,6 +124,31 @@ def _wanted(names: list[str]) -> list[str]:
         if name not in ROUNDED:
             raise ConfigError("no such profile", seen=name, allowed=", ".join(ROUNDED))
     return names or list(ROUNDED)
+
+
+def _neighbour(model: Path) -> Path | None:
+    found = model.resolve().parent / HELD_OUT
+    return found if found.is_file() else None
+
+
+def _held_out(file: Path | None, count: int, tokens: int, marker: str) -> HeldOut:
+    """The first tasks of a file, of those that have an answer to compare with."""
+    first = open_tasks(str(file))[:count] if file is not None else []
+    return HeldOut([task for task in first if task.answer], tokens, marker)
+
+
+async def _answered(
+    reports: Sequence[ProfileReport], held_out: HeldOut, model: Path, threads: int
+) -> list[ProfileReport]:
+    """The reports with accuracies; the first one is of the model as it is."""
+    shares = [
+        await held_out.accuracy_of(model, one.profile, dtype=one.dtype, threads=threads)
+        for one in reports
+    ]
+    return [
+        replace(one, answered=len(held_out.tasks), accuracy=share, plain_accuracy=shares[0])
+        for one, share in zip(reports, shares, strict=True)
+    ]
 
 
 def _prompts(model: Path, tasks: Path | None, count: int) -> Prompts:
@@ -120,6 +174,7 @@ def report_lines(reports: Sequence[ProfileReport]) -> list[str]:
                 f"{one.gap_mean:.2g}",
                 f"{one.gap_upper:.2g}",
                 f"{one.divergence:.2g}",
+                *_accuracies(one),
                 f"{one.bytes / 2**20:.2f}",
                 f"{one.bytes / plain.bytes:.2f}",
                 f"{one.tokens_per_s:.0f}",
@@ -132,6 +187,14 @@ def report_lines(reports: Sequence[ProfileReport]) -> list[str]:
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
+
+
+def _accuracies(one: ProfileReport) -> tuple[str, str]:
+    """The share that is answered right, and its ratio to the plain model's."""
+    if one.accuracy is None:
+        return "-", "-"
+    kept = f"{one.accuracy / one.plain_accuracy:.2f}" if one.plain_accuracy else "-"
+    return f"{one.accuracy:.3f}", kept
 
 
 if __name__ == "__main__":

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 from counted import counted
 from integration.test_weight_deltas import manifest_of, version
-from integration.weight_receivers import CHUNK, CONTEXT, P, Receiver, Start, receivers, wanted
+from integration.weight_receivers import (
+    CHUNK,
+    CONTEXT,
+    P,
+    Receiver,
+    Start,
+    in_file,
+    receivers,
+    wanted,
+)
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.errors import (
@@ -26,14 +35,12 @@ from paceline.errors import (
 )
 from paceline.local.patience import patient
 from paceline.rpc import rpc_errors
-from paceline.tensors import NamedTensor
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights import PushReport, WeightSender, abort_version
-from paceline.weights.announcing import check_share
-from paceline.weights.handover import HandoverDirectory, ScratchFile, remove_scratch
-from paceline.weights.shares import Announced, HeldTensor
+from paceline.weights.handover import HandoverDirectory, remove_scratch
+from paceline.weights.shares import Announced
 
 MEMORY = Path("/dev/shm")
 NAME = "0123456789abcdef" * 2
@@ -56,17 +63,7 @@ async def receiver(start: Start, tmp_path: Path) -> Receiver:
 
 def announced(scratch: Path, number: int = 1) -> Announced:
     """All of a version in a file."""
-    given = version(number)
-    file = ScratchFile(sum(len(one.view) for one in given), scratch)
-    held, position = [], 0
-    for index, one in enumerate(given):
-        data = file.memory[position : position + len(one.view)]
-        data[:] = one.view
-        held.append(
-            HeldTensor(index, 0, NamedTensor(one.name, one.dtype, one.shape, data), position)
-        )
-        position += len(data)
-    return check_share(manifest_of(given, number), held, file=file)
+    return in_file(manifest_of(version(number), number), version(number), scratch)
 
 
 async def push(receiver: Receiver, whole: Announced) -> PushReport:

@@ -1,5 +1,5 @@
 """Weights between a real sender and a real gRPC server: push, refuse, resume, commit, roll back,
-restart.
+restart; by the network, and by files on one host.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import json
 import shutil
 import zlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +56,6 @@ from paceline.weights import (
     SERVICE_NAME,
     abort_version,
     pull_weights,
-    push_weights,
 )
 from paceline.weights.chunks import content_hash
 from paceline.weights.push import DAMAGED_TRIES
@@ -62,9 +63,16 @@ from paceline.weights.wire import PushChunk, encode_push
 
 
 @pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
+async def by_network(tmp_path: Path) -> AsyncIterator[Start]:
+    """Of what only messages of the stream can do."""
     async with receivers(tmp_path) as start_one:
         yield start_one
+
+
+@pytest.fixture(params=["network", "file"])
+def start(by_network: Start, tmp_path: Path, request: pytest.FixtureRequest) -> Start:
+    handover = tmp_path / "handover" if request.param == "file" else None
+    return partial(by_network, handover=handover)
 
 
 async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(start: Start) -> None:
@@ -78,8 +86,8 @@ async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(star
     assert receiver.spool.serving is None
 
 
-async def test_generated_client_pushes_to_the_raw_method(start: Start) -> None:
-    receiver = await start()
+async def test_generated_client_pushes_to_the_raw_method(by_network: Start) -> None:
+    receiver = await by_network()
     given = tensors(4)
     manifest = manifest_of(given, P, 1)
     indices = list((await wanted(receiver.channel, manifest)).wanted_chunks)
@@ -100,7 +108,7 @@ async def test_generated_client_pushes_to_the_raw_method(start: Start) -> None:
 async def test_repeated_push_sends_nothing(start: Start) -> None:
     receiver = await start()
     given = await receiver.push(P, 1)
-    report = await push_weights(receiver.channel, manifest_of(given, P, 1), given, CONTEXT)
+    report = await receiver.deliver(manifest_of(given, P, 1), given)
     assert report.bytes == 0
     assert len(receiver.hooks.told) == 1
 
@@ -123,16 +131,16 @@ async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> No
         await send(receiver.channel, given, manifest, list(range(count)), spoil)
     assert receiver.spool.prepared == frozenset()
     assert list((await wanted(receiver.channel, manifest)).wanted_chunks) == list(range(5, count))
-    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    report = await receiver.deliver(manifest, given)
     assert report.bytes == manifest.total_bytes - 5 * CHUNK
     assert receiver.spool.prepared == {(P, 1)}
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
-    start: Start, monkeypatch: pytest.MonkeyPatch, times: int
+    by_network: Start, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    receiver = await start()
+    receiver = await by_network()
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     damaged: list[int] = []
@@ -145,7 +153,7 @@ async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
         return bytes(message)
 
     monkeypatch.setattr("paceline.weights.sending.encode_push", damage)
-    pushing = push_weights(receiver.channel, manifest, given, CONTEXT)
+    pushing = receiver.deliver(manifest, given)
     if times < DAMAGED_TRIES:
         assert (await pushing).bytes == manifest.total_bytes - 5 * CHUNK
         assert receiver.spool.prepared == {(P, 1)}
@@ -155,15 +163,17 @@ async def test_what_is_damaged_on_its_way_is_sent_again_up_to_three_times(
     assert damaged == [5] * times
 
 
-async def test_a_request_that_no_longer_is_one_when_it_arrives_was_damaged(start: Start) -> None:
-    receiver = await start()
+async def test_a_request_that_no_longer_is_one_when_it_arrives_was_damaged(
+    by_network: Start,
+) -> None:
+    receiver = await by_network()
     prepare = receiver.channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
     with pytest.raises(DataLoss, match="not the message that this method takes"), rpc_errors():
         await prepare(b"\x0a\xff", timeout=patient(10))
 
 
-async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Start) -> None:
-    receiver = await start()
+async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(by_network: Start) -> None:
+    receiver = await by_network()
     given = [from_numpy("a", np.zeros(1 << 20, np.float32))]
     manifest = manifest_of(given, P, 1)
     count = -(-manifest.total_bytes // CHUNK)
@@ -181,9 +191,9 @@ async def test_a_sender_that_is_still_sending_hears_why_it_is_refused(start: Sta
 
 
 async def test_a_sender_that_falls_silent_hears_within_a_second_or_two_why_it_is_refused(
-    start: Start,
+    by_network: Start,
 ) -> None:
-    receiver = await start()
+    receiver = await by_network()
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     await wanted(receiver.channel, manifest)
@@ -207,8 +217,8 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     await wanted(receiver.channel, manifest)
     arrived, place = asyncio.Event(), receiver.servicer.reception.receiving((P, 1)).place
 
-    def seen(chunk: PushChunk) -> None:
-        place(chunk)
+    def seen(chunk: PushChunk, **options: Any) -> None:
+        place(chunk, **options)
         if chunk.chunk_index == 2:
             arrived.set()
 
@@ -223,7 +233,7 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(stall(), timeout=patient(10))
     await asyncio.wait_for(arrived.wait(), patient(10))
     call.cancel()
-    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    report = await receiver.deliver(manifest, given)
     assert report.bytes == manifest.total_bytes - 3 * CHUNK
     assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["c"].tobytes() == bytes(
         given[2].data
@@ -245,8 +255,8 @@ async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_chang
     assert receiver.hooks.told == [("prepared", P, 1, "policy-1")]
 
 
-async def test_half_pushed_version_is_never_served(start: Start) -> None:
-    receiver = await start()
+async def test_half_pushed_version_is_never_served(by_network: Start) -> None:
+    receiver = await by_network()
     given = tensors(1)
     assert (
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
@@ -308,13 +318,13 @@ async def test_other_content_of_a_version_that_does_not_serve_takes_its_place(
     await receiver.push(P, 1, seed=1)
     given = tensors(2)
     manifest = manifest_of(given, P, 1)
-    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    report = await receiver.deliver(manifest, given)
     assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
     assert [note[0] for note in receiver.hooks.told] == ["prepared", "abort", "prepared"]
     assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["a"].tobytes() == bytes(
         given[0].data
     )
-    assert not (await push_weights(receiver.channel, manifest, given, CONTEXT)).replaced
+    assert not (await receiver.deliver(manifest, given)).replaced
     assert counted(metric_reader, "paceline.weights.versions_replaced", target="policy") == 1
 
 
@@ -325,12 +335,12 @@ async def test_other_content_of_a_half_pushed_version_takes_its_place(start: Sta
         await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
     ).missing_chunks > 0
     manifest = manifest_of(others, P, 1)
-    report = await push_weights(receiver.channel, manifest, others, CONTEXT)
+    report = await receiver.deliver(manifest, others)
     assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
 
 
-async def test_a_sender_that_another_has_replaced_places_no_chunk(start: Start) -> None:
-    receiver = await start()
+async def test_a_sender_that_another_has_replaced_places_no_chunk(by_network: Start) -> None:
+    receiver = await by_network()
     given, others = tensors(1), tensors(2)
     old, new = manifest_of(given, P, 1), manifest_of(others, P, 1)
     await wanted(receiver.channel, old)
@@ -458,8 +468,8 @@ async def test_a_drafter_damaged_on_disk_is_not_rolled_back_to(start: Start) -> 
     assert receiver.servicer.serving == VersionSet(2, 0, 2)
 
 
-async def test_a_version_that_is_not_here_is_forgotten_already(start: Start) -> None:
-    receiver = await start()
+async def test_a_version_that_is_not_here_is_forgotten_already(by_network: Start) -> None:
+    receiver = await by_network()
     await abort_version(receiver.channel, CONTEXT, P, 9)
 
 
@@ -478,7 +488,7 @@ async def test_failed_fan_out_fails_the_push_and_the_next_prepare_loads(start: S
         await receiver.push(P, 1)
     receiver.hooks.fail.clear()
     given = tensors(1)
-    report = await push_weights(receiver.channel, manifest_of(given, P, 1), given, CONTEXT)
+    report = await receiver.deliver(manifest_of(given, P, 1), given)
     assert report.bytes == 0
     assert receiver.hooks.told == [("prepared", P, 1, "policy-1")]
 
@@ -492,7 +502,7 @@ async def test_chunks_of_other_bytes_than_the_manifest_names_are_refused(start: 
             receiver.channel, others, manifest, list(range(-(-manifest.total_bytes // CHUNK)))
         )
     assert receiver.spool.prepared == frozenset()
-    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    report = await receiver.deliver(manifest, given)
     assert report.bytes == manifest.total_bytes
 
 
@@ -536,11 +546,8 @@ async def test_size_cap_and_foreign_target_and_stale_epoch_are_refused(start: St
         await wanted(receiver.channel, manifest_of(small, WEIGHT_TARGET_POLICY_HEAD, 1))
     await wanted(receiver.channel, manifest_of(small, P, 1))
     with pytest.raises(StaleEpoch):
-        await push_weights(
-            receiver.channel,
-            manifest_of(small, P, 1),
-            small,
-            CommandContext(run_id="local", epoch=2),
+        await receiver.deliver(
+            manifest_of(small, P, 1), small, CommandContext(run_id="local", epoch=2)
         )
 
 
@@ -559,8 +566,8 @@ async def test_a_version_that_finds_no_room_on_the_disk_is_refused_before_it_is_
     await receiver.push(P, 1)
 
 
-async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: Start) -> None:
-    receiver = await start()
+async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(by_network: Start) -> None:
+    receiver = await by_network()
     given = tensors(1)
     manifest = manifest_of(given, P, 1)
     await wanted(receiver.channel, manifest)
@@ -610,8 +617,8 @@ async def test_restarted_receiver_commits_what_was_spooled(start: Start) -> None
     assert [note[0] for note in second.hooks.told] == ["prepared", "commit"]
 
 
-async def test_bytes_that_are_no_message_are_data_loss(start: Start) -> None:
-    receiver = await start()
+async def test_bytes_that_are_no_message_are_data_loss(by_network: Start) -> None:
+    receiver = await by_network()
 
     async def messages() -> AsyncIterator[bytes]:
         yield b"\x7a\xff\xff\xff\xff\x0f"
@@ -622,8 +629,8 @@ async def test_bytes_that_are_no_message_are_data_loss(start: Start) -> None:
         )
 
 
-async def test_reflection_shows_the_service(start: Start) -> None:
-    receiver = await start()
+async def test_reflection_shows_the_service(by_network: Start) -> None:
+    receiver = await by_network()
     stub = reflection_pb2_grpc.ServerReflectionStub(receiver.channel)
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME)
     call = stub.ServerReflectionInfo(iter([request]), timeout=patient(10))

@@ -135,12 +135,15 @@ def _check_correction(gateway: Any, policy: Any) -> None:
     engine = gateway.engine
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
     rounded = {
-        "embedded": ("profile", engine.embedded.profile),
-        "sglang": ("arguments.quantization", engine.sglang.quantization),
-    }
-    name, profile = rounded.get(engine.kind, ("", ""))
-    if profile:
-        drawn, settings = profile, [f"gateway.engine.{engine.kind}.{name}={profile}"]
+        "embedded": {"profile": engine.embedded.profile} if engine.embedded.profile else {},
+        "sglang": {
+            f"arguments.{name}": value
+            for name, value in engine.sglang.rounding(engine.dtype).items()
+        },
+    }.get(engine.kind, {})
+    if rounded:
+        drawn = "+".join(rounded.values())
+        settings = [f"gateway.engine.{engine.kind}.{name}={one}" for name, one in rounded.items()]
     elif policy.publish_dtype != "float32":
         drawn, settings = (
             policy.publish_dtype,

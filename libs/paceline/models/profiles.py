@@ -8,6 +8,7 @@ what spans of tokens say that the engine computed with (`DrawSpan.number_format`
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,10 +61,12 @@ ROUNDED = tuple(one.name for one in PROFILES.values() if one.scale_per)
 """Names of those that round to fewer bits than any serving dtype has."""
 
 
-COARSE = frozenset(
-    one.name for one in PROFILES.values() if one.activations or one.weight_dtype == "float8_e4m3fn"
+FINE = frozenset(
+    one.name for one in PROFILES.values() if one.weight_dtype == "int8" and not one.activations
 )
-"""Names of those under which log-probs move several times as far as under int8 weights."""
+"""Names of those under which log-probs move least. Under the others, and under what SGLang rounds
+to, whose names are its own (fp8, w8a8_int8, bfloat16+kv_fp8_e4m3), they move several times as far.
+"""
 FILE = ".json"
 """What a setting ends with that names a file of `paceline profile`."""
 
@@ -75,11 +78,13 @@ def check_profile_name(value: str) -> str:
     return value
 
 
-def chosen_profile(value: str, config: ModelConfig) -> Profile | None:
+def chosen_profile(value: str, config: ModelConfig, start: Callable[[], str]) -> Profile | None:
     """The profile of a setting; None for "": matrices stay in the serving dtype.
 
-    Raises ConfigError for a name that is none, and for a file that cannot be read or was measured
-    on a model of another shape.
+    `start` gives the hash of the weights that the engine starts with (`hash_of_start`): a file
+    belongs to these, and to every policy that training makes of them. It is asked for files alone,
+    since it takes a second a gigabyte. Raises ConfigError for a name that is none, and for a file
+    that cannot be read or was measured on a model of another shape or of other weights.
     """
     if not check_profile_name(value):
         return None
@@ -92,6 +97,11 @@ def chosen_profile(value: str, config: ModelConfig) -> Profile | None:
     if model != model_words(config):
         raise ConfigError(
             f"{value} is a profile of another model", seen=model, allowed=model_words(config)
+        )
+    measured, weights = found.get("weights", "none"), start()
+    if measured != weights:
+        raise ConfigError(
+            f"{value} was measured on other weights", seen=measured, allowed=f"{weights}, or a name"
         )
     return PROFILES[name]
 

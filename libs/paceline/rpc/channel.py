@@ -35,14 +35,15 @@ _RETRY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
+_TAKE = "paceline.v1.WeightService.Take"
 
 
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     """A channel to `host:port`; make it on the running event loop.
 
     Calls carry the current trace and the token and have a client span. Unary calls of paceline's
-    services that end in UNAVAILABLE are retried up to 3 times. Raises ConfigError where `Server`
-    would for the same address.
+    services that end in UNAVAILABLE are retried up to 3 times, but for a file that is handed over.
+    Raises ConfigError where `Server` would for the same address.
     """
     check_security(address, security)
     credentials = channel_credentials(security)
@@ -124,14 +125,16 @@ def _options() -> list[tuple[str, Any]]:
 
 @cache
 def _service_config() -> str:
-    """Retry for unary methods alone: a stream may have done half its work."""
+    """Retry for unary methods alone: a stream may have done half its work, and so may what takes a
+    file in its place.
+    """
     modules = (coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2)
     names = [
         {"service": service.full_name, "method": method.name}
         for module in modules
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
-        if not (method.client_streaming or method.server_streaming)
+        if not (method.client_streaming or method.server_streaming) and method.full_name != _TAKE
     ]
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": _RETRY}]})
 

@@ -21,7 +21,7 @@ from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.in_place import ServedModel, storages
-from paceline.models.profiles import ROUNDED, chosen_profile
+from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import policy_on_meta
@@ -251,7 +251,10 @@ COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),
     *((f"gateway.engine.embedded.profile={name}",) for name in ROUNDED),
-    ("gateway.engine.sglang.arguments.quantization=fp8", "gateway.engine.kind=sglang"),
+    *(
+        (f"gateway.engine.sglang.arguments.{argument}", "gateway.engine.kind=sglang")
+        for argument in ("quantization=fp8", "kv_cache_dtype=fp8_e5m2", "kv_cache_dtype=bf16")
+    ),
     ("gateway.engine.embedded.profile=int8", "policy_trainer.compute_dtype=bfloat16"),
 )
 
@@ -395,7 +398,7 @@ def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales
         pytest.importorskip("torchao")
     save_random(tmp_path, "llama")
     config = read_config(tmp_path)
-    model = ServedModel(config, torch.float32, 8, chosen_profile(profile, config))
+    model = ServedModel(config, torch.float32, 8, PROFILES.get(profile))
     kept = {name: one.nbytes for name, one in storages(model.load(tmp_path)).items()}
     small = sum(size for name, size in kept.items() if "norm" in name or "scales" in name)
     planned_for = memory_plan.embedded_plan(

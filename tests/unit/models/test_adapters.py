@@ -17,7 +17,7 @@ from paceline.errors import DataLoss, PacelineError, WeightsError
 from paceline.models.adapters import FILE, AddedAdapters, hash_of_start, read_version
 from paceline.models.config import read_config
 from paceline.models.in_place import ServedModel, serve_staged, storages
-from paceline.models.profiles import chosen_profile
+from paceline.models.profiles import PROFILES
 
 RANK, ALPHA = 3, 12.0
 TARGETS = ["q_proj", "k_proj", "o_proj", "down_proj"]
@@ -62,7 +62,7 @@ def spooled(directory: Path, adapters: dict[str, Tensor], document: str) -> Path
 
 def served(start: Path, profile: str = "") -> ServedModel:
     config = read_config(start)
-    return ServedModel(config, torch.float32, 32, chosen_profile(profile, config), start=start)
+    return ServedModel(config, torch.float32, 32, PROFILES.get(profile), start=start)
 
 
 def test_a_version_reads_as_peft_merges_it_and_other_weights_are_the_starts(

@@ -20,9 +20,9 @@ from paceline.models.config import read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel, beside, serve_staged, storages
 from paceline.models.loading import model_shapes, read_tensors
-from paceline.models.profiles import ROUNDED, chosen_profile
+from paceline.models.profiles import PROFILES, ROUNDED
 
-PROFILES = ("", *ROUNDED)
+NAMES = ("", *ROUNDED)
 UPDATES = 20
 
 
@@ -30,7 +30,7 @@ def model_of(directory: Path, profile: str, dtype: torch.dtype = torch.float32) 
     if profile.startswith("int8"):
         pytest.importorskip("torchao", reason="torchao rounds to INT8: the extra `int8`")
     config = read_config(directory)
-    return ServedModel(config, dtype, 64, chosen_profile(profile, config))
+    return ServedModel(config, dtype, 64, PROFILES.get(profile))
 
 
 def bits(weights: DecoderWeights) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", NAMES)
 def test_twenty_updates_keep_every_address_and_end_with_the_bits_of_a_fresh_load(
     profile: str, dtype: torch.dtype, versions: list[Path]
 ) -> None:
@@ -91,7 +91,7 @@ def test_heads_that_are_tied_and_biases_are_updated_too(family: str, tmp_path: P
     assert (weights.head is weights.embed) == (family == "llama-tied")
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", NAMES)
 def test_a_view_that_was_taken_before_sees_the_new_numbers(
     profile: str, versions: list[Path]
 ) -> None:
@@ -166,7 +166,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", NAMES)
 def test_an_update_takes_no_more_memory_than_the_largest_layer_as_it_is_loaded(
     profile: str, deep: Path
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_version_of_another_profile_is_refused_and_nothing_is_changed(
     assert_equal(bits(weights), before)
 
 
-@pytest.mark.parametrize("other", PROFILES)
+@pytest.mark.parametrize("other", NAMES)
 def test_a_version_of_another_profile_is_served_beside(other: str, versions: list[Path]) -> None:
     weights = model_of(versions[0], "fp8_tensor").load(versions[0])
     model = model_of(versions[0], other)

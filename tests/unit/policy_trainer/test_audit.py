@@ -14,12 +14,13 @@ from paceline.services.policy_trainer.audit import (
     AuditCell,
     AuditState,
     audit_figures,
+    bound_of,
     cell_name,
     drafted_so_far,
     is_audited,
     judged,
 )
-from paceline.services.policy_trainer.config import AuditConfig
+from paceline.services.policy_trainer.config import AuditBound, AuditConfig
 from paceline.trajectory import BranchKey, DrawSpan, Trajectory
 
 SETTINGS = AuditConfig(least_tokens=200)
@@ -194,3 +195,19 @@ def test_the_sample_is_about_the_share_and_the_same_every_time() -> None:
     assert 150 < len(chosen) < 250
     assert not any(is_audited(one(seed), 0.0) for seed in range(1000))
     assert all(is_audited(one(seed), 1.0) for seed in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("bound", "several"),
+    [
+        (SETTINGS.float32, ("float32",)),
+        (SETTINGS.bfloat16, ("bfloat16",)),
+        (SETTINGS.quantised, ("int8",)),
+        (SETTINGS.coarse, ("int8_w8a8", "fp8_channel", "fp8_tensor")),
+        # SGLang's own names
+        (SETTINGS.coarse, ("fp8", "w8a8_int8", "bfloat16+kv_fp8_e5m2", "fp8+kv_fp8_e4m3")),
+    ],
+)
+def test_each_way_of_rounding_has_its_bound(bound: AuditBound, several: Sequence[str]) -> None:
+    for numbers in several:
+        assert bound_of(cell("off", numbers), SETTINGS, "float32") == bound, numbers

@@ -13,14 +13,20 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.models.adapters import hash_of_start
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
-from paceline.models.profiles import PROFILES, ROUNDED, chosen_profile
+from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.services.rollout_gateway.engines.embedded import profile_report
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.profile_report import measure_profile
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.nouns import PauseMode
+from paceline.services.rollout_gateway.environments.base import TextTurn
+from paceline.services.rollout_gateway.profile_accuracy import HeldOut, accuracy
 from paceline.services.rollout_gateway.profile_command import app
+from paceline.tasks import Task, open_tasks, write_tasks
+from paceline.trajectory import Target, VersionSet
 
 DEMO = Path("examples/demo")
 PROMPTS = [(3, 4, 5, 6), (7, 8)]
@@ -111,28 +117,69 @@ def test_what_is_written_chooses_the_profile_for_this_model_and_for_no_other(
     assert [line.split()[0] for line in lines[1:]] == ["profile", "float32", "fp8_tensor"]
     file = tmp_path / "fp8_tensor.json"
     assert len(json.loads(file.read_text())["matrices"]) == 12
-    config = read_config(model)
-    assert chosen_profile(str(file), config) == PROFILES["fp8_tensor"]
-    with pytest.raises(ConfigError, match="another model"):
-        chosen_profile(str(file), replace(config, num_layers=4))
-    build_embedded(EmbeddedSpec(model_dir=str(model), drafter="off", profile=str(file)))
-    save_random(tmp_path / "other", "llama", num_hidden_layers=4)
+    engine = build_embedded(EmbeddedSpec(model_dir=str(model), drafter="off", profile=str(file)))
+    save_random(tmp_path / "deeper", "llama", sharpness=4.0, num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"another model.*3 layers.*allowed.*4 layers"):
         build_embedded(
-            EmbeddedSpec(model_dir=str(tmp_path / "other"), drafter="off", profile=str(file))
+            EmbeddedSpec(model_dir=str(tmp_path / "deeper"), drafter="off", profile=str(file))
         )
+    other = tmp_path / "other"
+    save_random(other, "llama", sharpness=5.0)
+    hashes = f"seen: {hash_of_start(model)}; allowed: {hash_of_start(other)}"
+    with pytest.raises(ConfigError, match=f"was measured on other weights; {hashes}"):
+        build_embedded(EmbeddedSpec(model_dir=str(other), drafter="off", profile=str(file)))
+    # ... as a version it is what training made of the first, and rounded alike
+    engine.prepare_weights(Target.POLICY, 1, other)
+    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(1, 1, 0)
 
 
-def test_the_demos_policy_is_measured_on_its_tasks() -> None:
-    words = [
-        str(DEMO / "policy_start"),
-        "fp8_channel",
-        "--tasks",
-        str(DEMO / "tasks_heldout.jsonl"),
-    ]
-    ran = CliRunner().invoke(app, [*words, "--prompts", "2", "--tokens", "8"])
+def test_the_demos_policy_answers_the_held_out_tasks_beside_it(tmp_path: Path) -> None:
+    model = DEMO / "policy_trained"
+    words = ["fp8_channel", "--prompts", "2", "--tokens", "8", "--answers", "4"]
+    ran = CliRunner().invoke(app, [str(model), *words, "--out", str(tmp_path)])
     assert ran.exit_code == 0, ran.output
-    assert "vocabulary 320; float32, 16 tokens drawn" in ran.output
+    first, head, plain, rounded = ran.output.splitlines()
+    assert "vocabulary 320; float32, 16 tokens drawn, 4 tasks of" in first
+    assert "accuracy" in head
+    found = json.loads((tmp_path / "fp8_channel.json").read_text())
+    assert f"  {found['plain_accuracy']:.3f}  1.00  " in plain
+    kept = found["accuracy"] / found["plain_accuracy"]
+    assert f"  {found['accuracy']:.3f}  {kept:.2f}  " in rounded
+    assert found["answered"] == 4
+    # what the policy was trained to do: most of its answers are right under either
+    assert min(found["accuracy"], found["plain_accuracy"]) >= 0.5
+
+
+@pytest.mark.parametrize(("answer", "asked", "shown"), [("0", True, "0.000 -"), ("", False, "- -")])
+def test_answers_are_compared_with_those_of_a_file_that_has_some(
+    answer: str, asked: bool, shown: str, tmp_path: Path
+) -> None:
+    tasks = open_tasks(str(DEMO / "tasks_heldout.jsonl"))[:3]
+    write_tasks(tmp_path / "tasks.jsonl", [replace(one, answer=answer) for one in tasks])
+    words = [str(DEMO / "policy_trained"), "fp8_channel", "--tasks", str(tmp_path / "tasks.jsonl")]
+    options = ["--prompts", "1", "--tokens", "2", "--answer-tokens", "8"]
+    ran = CliRunner().invoke(app, [*words, *options])
+    assert ran.exit_code == 0, ran.output
+    first, _, *rows = ran.output.splitlines()
+    assert ("3 tasks of" in first) == asked
+    assert [" ".join(row.split()[6:8]) for row in rows] == [shown, shown]
+
+
+async def test_an_answer_counts_when_it_ended_by_itself_and_is_the_tasks() -> None:
+    said = ("-225005#005", "#006", "005", "#5", "#10/2", "")
+    turns = [TextTurn((), text, "stop") for text in said]
+    tasks = [Task(str(number), "225:230=", "005") for number in range(len(said))]
+    assert await accuracy(turns, tasks) == 0.5
+    cut = [TextTurn((), "#005", "length"), TextTurn((), "=5", "stop")]
+    assert await accuracy(cut, tasks[:2]) == 0.0
+    assert await accuracy(cut, tasks[:2], marker="=") == 0.5
+
+
+async def test_tasks_that_fill_the_context_are_refused() -> None:
+    long = HeldOut([Task("1", "2" * 600, "2")], 8)
+    with pytest.raises(InvalidInput, match=r"no room for an answer.*allowed: at most 511"):
+        await long.accuracy_of(DEMO / "policy_start", "", dtype="float32")
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line(model: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from paceline.arm_names import ArmName
+from paceline.models.adapters import hash_of_start
 from paceline.models.compiled import compiled_finish
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
@@ -84,7 +86,7 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         config,
         DTYPES[spec.dtype],
         positions,
-        chosen_profile(spec.profile, config),
+        chosen_profile(spec.profile, config, partial(hash_of_start, Path(spec.model_dir))),
         finish=compiled_finish() if spec.compile else None,
         start=Path(spec.model_dir),
     )

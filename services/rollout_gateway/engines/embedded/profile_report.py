@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidInput
+from paceline.models.adapters import hash_of_start
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
@@ -53,6 +55,7 @@ class ProfileReport:
 
     profile: str  # "": none
     model: str  # its shape
+    weights: str  # and the hash of its files
     dtype: str  # what the engine computes with
     matrices: tuple[MatrixError, ...]
     tokens: int  # drawn and scored
@@ -64,6 +67,9 @@ class ProfileReport:
     tokens_per_s: float  # of all prompts decoding together
     prepare_s: float  # a version is read, rounded and staged
     commit_s: float  # and copied into the storages that serve
+    answered: int = 0  # held-out tasks, of which the next two are the shares answered right
+    accuracy: float | None = None  # None: there were no answers to check
+    plain_accuracy: float | None = None  # of the model without the profile
 
     def write(self, path: Path) -> None:
         """As JSON, which the setting `profile` takes."""
@@ -92,10 +98,11 @@ def measure_profile(
             seen=f"{len(prompts)} prompts, {longest} tokens with the response",
             allowed=f"1 prompt or more, {config.max_position_embeddings} tokens",
         )
-    engine = _engine(directory, profile, len(prompts), longest, dtype, threads)
+    engine = profiled_engine(directory, profile, len(prompts), longest, dtype, threads)
     chunks, tokens_per_s = _drawn(engine, prompts, tokens)
     del engine
-    served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile, config))
+    start = partial(hash_of_start, directory)
+    served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile, config, start))
     exact = ServedModel(config, torch.float32, longest).load(directory)
     with torch.inference_mode():
         weights = served.load(directory)
@@ -109,6 +116,7 @@ def measure_profile(
     return ProfileReport(
         profile=served.profile.name if served.profile else "",
         model=model_words(config),
+        weights=start(),
         dtype=dtype,
         matrices=errors,
         tokens=len(gaps),
@@ -137,9 +145,10 @@ def matrix_errors(weights: DecoderWeights, exact: DecoderWeights) -> list[Matrix
     return found
 
 
-def _engine(
+def profiled_engine(
     directory: Path, profile: str, rows: int, longest: int, dtype: str, threads: int
 ) -> Engine:
+    """One that draws without drafts, `rows` requests of at most `longest` tokens at a time."""
     settings = {
         "model_dir": str(directory),
         "profile": profile,
@@ -157,15 +166,23 @@ def _drawn(engine: Engine, prompts: Prompts, tokens: int) -> tuple[list[Chunk], 
     """What the engine says to each prompt, and its tokens a second when that is repeated."""
     best = 0.0
     for _ in range(TIMED):
-        for number, prompt in enumerate(prompts):
-            sampling = Sampling(seed=number, max_tokens=tokens, temperature=1.0, ignore_eos=True)
-            engine.enqueue(Request(number, prompt, sampling))
         began = time.perf_counter()
-        ended: dict[int, Chunk] = {}
-        while engine.has_work:
-            ended |= {chunk.request_id: chunk for chunk in engine.step()}
+        chunks = draw_all(engine, prompts, tokens, ignore_eos=True)
         best = max(best, len(prompts) * tokens / (time.perf_counter() - began))
-    return [ended[number] for number in range(len(prompts))], best
+    return chunks, best
+
+
+def draw_all(
+    engine: Engine, prompts: Prompts, tokens: int, *, ignore_eos: bool = False
+) -> list[Chunk]:
+    """A response to each prompt, at temperature 1 with the prompt's number as its seed."""
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(seed=number, max_tokens=tokens, temperature=1.0, ignore_eos=ignore_eos)
+        engine.enqueue(Request(number, prompt, sampling))
+    ended: dict[int, Chunk] = {}
+    while engine.has_work:
+        ended |= {chunk.request_id: chunk for chunk in engine.step()}
+    return [ended[number] for number in range(len(prompts))]
 
 
 def _compared(

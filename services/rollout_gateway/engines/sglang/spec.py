@@ -18,6 +18,10 @@ from paceline.services.rollout_gateway.engines.settings import ModelSpec
 from paceline.services.rollout_gateway.engines.sglang.refused import check_arguments
 from paceline.speculators.kinds import SGLANG, drafter_directory
 
+_WEIGHTS, _CACHE = "quantization", "kv_cache_dtype"
+_SHORT = {"bfloat16": "bf16"}
+"""What SGLang's cache takes for the same."""
+
 
 class SGLangConfig(Config):
     """What only the SGLang engine has."""
@@ -41,9 +45,10 @@ class SGLangConfig(Config):
     router_key_env: str = "PACELINE_ROUTER_KEY"
     """Environment variable with the router's key for its list; empty or not set: it has none."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
-    """Further arguments of SGLang's server, by its own names; they come last. Its quantization is
-    what spans of tokens are told to be computed with; one that SGLang rounds to itself after
-    loading, such as fp8, takes a run's versions, a checkpoint that is stored rounded does not.
+    """Further arguments of SGLang's server, by its own names; they come last. Its quantization and
+    kv_cache_dtype are what spans of tokens are told to be computed with; weights that SGLang rounds
+    itself after loading, such as fp8, take a run's versions, a checkpoint that is stored rounded
+    does not.
     """
 
     @model_validator(mode="after")
@@ -65,10 +70,13 @@ class SGLangConfig(Config):
             )
         return self
 
-    @property
-    def quantization(self) -> str:
-        """SGLang's name of what it rounds weights to; empty: it does not."""
-        return str(self.arguments.get("quantization") or "")
+    def rounding(self, dtype: str) -> dict[str, str]:
+        """The arguments by which SGLang keeps weights, or keys and values, in other numbers than
+        `dtype`, by its names.
+        """
+        named = {name: str(self.arguments.get(name) or "") for name in (_WEIGHTS, _CACHE)}
+        kept = ("", "auto", dtype, _SHORT.get(dtype, dtype))
+        return {name: value for name, value in named.items() if value not in kept}
 
 
 class SGLangSpec(SGLangConfig, ModelSpec):
@@ -79,8 +87,10 @@ class SGLangSpec(SGLangConfig, ModelSpec):
 
     @property
     def number_format(self) -> str:
-        """What the policy computes with."""
-        return self.quantization or self.dtype
+        """What the policy computes with: fp8, bfloat16+kv_fp8_e5m2 ..."""
+        rounding = self.rounding(self.dtype)
+        weights, cache = rounding.get(_WEIGHTS, self.dtype), rounding.get(_CACHE)
+        return f"{weights}+kv_{cache}" if cache else weights
 
     @property
     def speculator(self) -> str:

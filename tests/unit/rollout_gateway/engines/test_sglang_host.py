@@ -150,6 +150,10 @@ def test_what_sglang_rounds_to_is_the_number_format_of_its_tokens() -> None:
 
     assert format_of() == "bfloat16"
     assert format_of(quantization="w8a8_int8") == "w8a8_int8"
+    assert format_of(kv_cache_dtype="fp8_e5m2") == "bfloat16+kv_fp8_e5m2"
+    assert format_of(kv_cache_dtype="fp8_e4m3", quantization="fp8") == "fp8+kv_fp8_e4m3"
+    for same in ("auto", "bf16", "bfloat16"):
+        assert format_of(kv_cache_dtype=same) == "bfloat16"
 
 
 @pytest.mark.parametrize(

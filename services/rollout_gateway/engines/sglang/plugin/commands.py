@@ -5,7 +5,7 @@ Every rank obeys; rank 0 answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.requests import (
     cache_key,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from paceline.services.rollout_gateway.engines.sglang.plugin.weights import check_rounding
 from paceline.services.rollout_gateway.engines.worker.commands import answer
 from paceline.speculators.shift import shift_over
 from paceline.trajectory import Target, VersionSet
@@ -119,7 +120,7 @@ class SchedulerEngine:
         self._plugin.scheduler.continue_generation(asked)
 
     def prepare_weights(self, target: Target, version: int, path: Path) -> None:
-        self._plugin.weights.prepare(target, version, path)
+        self._plugin.weights.prepare(target, version, path, self._tried)
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         """The mode concerns a change of the policy."""
@@ -195,6 +196,13 @@ class SchedulerEngine:
             self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
         if MemoryTag.WEIGHTS not in self._released:
             self._plugin.weights.load_committed(self._updater)
+
+    def _tried(self, target: Target, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Weights that are released have no memory to be rounded in: an update that then fails ends
+        the process, which starts again with what serves.
+        """
+        if MemoryTag.WEIGHTS not in self._released:
+            check_rounding(self._updater, target, tensors, self._plugin.tp_group)
 
     @property
     def _updater(self) -> Any:

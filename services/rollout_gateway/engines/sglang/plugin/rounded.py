@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,28 +84,102 @@ def rounds(model: nn.Module) -> bool:
 def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Serves other numbers from the same storages: of a decoder layer all tensors or none.
 
-    Raises RuntimeError where rounding came to another layout. An update that is interrupted leaves
-    layers of both versions: the process has to end.
+    Raises RuntimeError where rounding came to another layout, or to numbers that are not finite. An
+    update that is interrupted leaves layers of both versions: the process has to end.
     """
     record: Record = getattr(model, _RECORD)
     modules = dict(model.named_modules())
     for layer, part in _by_layer(tensors).items():
-        names = [name for name in record if _layer_of(f"{name}.") == layer]
-        serving = {name: _parameters(modules[name]) for name in names}
-        for name in names:
-            device = next(iter(serving[name].values())).device
-            for key, one in record[name].items():
-                one.fill(device)
-                modules[name]._parameters[key] = one.parameter
+        own = _of_layer(record, layer)
+        serving = {name: _parameters(modules[name]) for name in own}
+        _open(modules, own)
         model.load_weights(list(part.items()))
-        for name in names:
+        for name, loaded in own.items():
             _round(name, modules[name], serving[name])
-            for one in record[name].values():
+            for one in loaded.values():
                 one.drop()
+
+
+class NotFinite(NamedTuple):
+    """Numbers that rounding left and nothing can be computed with."""
+
+    place: str
+    numbers: int
+    value: float
+
+
+def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> NotFinite | None:
+    """Rounds a version as `update` does, a layer at a time, and keeps nothing of it: the first
+    parameter that is not finite then, such as a scale, or None. What serves stays as it is.
+    """
+    record: Record = getattr(model, _RECORD)
+    modules = dict(model.named_modules())
+    for layer, part in _by_layer(tensors).items():
+        own = _of_layer(record, layer)
+        if not own:
+            continue
+        with _elsewhere({k: m for k, m in modules.items() if _layer_of(f"{k}.") == layer}):
+            _open(modules, own)
+            try:
+                model.load_weights(list(part.items()))
+                for name in own:
+                    module: Any = modules[name]
+                    module.quant_method.process_weights_after_loading(module)
+                    found = _first_wrong(name, module)
+                    if found is not None:
+                        return found
+            finally:
+                for loaded in own.values():
+                    for one in loaded.values():
+                        one.drop()
+    return None
+
+
+@contextmanager
+def _elsewhere(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Has what is written to parameters written to copies, and puts back the parameters that were
+    there.
+    """
+    before = {name: dict(module._parameters) for name, module in modules.items()}
+    held = [(one, one.data) for own in before.values() for one in own.values() if one is not None]
+    for one, data in held:
+        one.data = data.clone()
+    try:
+        yield
+    finally:
+        for one, data in held:
+            one.data = data
+        for name, own in before.items():
+            modules[name]._parameters.clear()
+            modules[name]._parameters.update(own)
+
+
+def _open(modules: Mapping[str, nn.Module], own: Record) -> None:
+    """Puts parameters to load into where rounded ones serve."""
+    for name, loaded in own.items():
+        device = next(iter(_parameters(modules[name]).values())).device
+        for key, one in loaded.items():
+            one.fill(device)
+            modules[name]._parameters[key] = one.parameter
+
+
+def _first_wrong(name: str, module: nn.Module) -> NotFinite | None:
+    """Of the parameters of a module after rounding. Numbers of eight bits are cut to what they can
+    hold: their scales are looked at.
+    """
+    for key, one in _parameters(module).items():
+        if one.is_floating_point() and one.itemsize > 1:
+            wrong = one.data[~torch.isfinite(one.data)]
+            if len(wrong):
+                return NotFinite(f"{name}.{key}", len(wrong), float(wrong[0]))
+    return None
 
 
 def _round(name: str, module: Any, serving: Mapping[str, nn.Parameter]) -> None:
     module.quant_method.process_weights_after_loading(module)
+    wrong = _first_wrong(name, module)
+    if wrong is not None:
+        raise RuntimeError(f"{wrong.place}: {wrong.numbers} are not finite: {wrong.value}")
     rounded = _parameters(module)
     for key, served in serving.items():
         found = rounded[key]
@@ -128,6 +203,10 @@ def _rounding(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: one for key, one in module._parameters.items() if one is not None}
+
+
+def _of_layer(record: Record, layer: str) -> Record:
+    return {name: one for name, one in record.items() if _layer_of(f"{name}.") == layer}
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from paceline.services.rollout_gateway.engines.requests.versions import Prepared
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounded
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.speculators.shift import AcceptanceShift, read_shift
+from paceline.training.process import from_all_ranks
 from paceline.trajectory import Target, VersionSet
 
 VOCABULARY = ("d2t", "t2d")
@@ -81,8 +82,14 @@ class PluginWeights:
         """True when drafter weights can be swapped."""
         return Target.DRAFTER in self._shapes
 
-    def prepare(self, target: Target, version: int, path: Path) -> None:
-        """Read and check a version.
+    def prepare(
+        self,
+        target: Target,
+        version: int,
+        path: Path,
+        tried: Callable[[Target, Mapping[str, Tensor]], None] = lambda _target, _tensors: None,
+    ) -> None:
+        """Read and check a version; `tried` refuses what SGLang would make of it.
 
         Raises WeightsError, DataLoss or InvalidInput; nothing is loaded yet.
         """
@@ -104,6 +111,7 @@ class PluginWeights:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
 
         check_tensors(tensors, expected)
+        tried(target, tensors)
         shift = read_shift(path) if target is Target.DRAFTER else None
         self.prepared.put(target, version, PreparedTensors(tensors, shift))
 
@@ -135,6 +143,27 @@ class PluginWeights:
         while self._unloaded:
             target, tensors = self._unloaded.popitem()
             load(updater, _SELECTORS[target], tensors)
+
+
+def check_rounding(
+    updater: Any, target: Target, tensors: Mapping[str, Tensor], group: Any = None
+) -> None:
+    """Raises WeightsError where a version is not finite once SGLang has rounded it, on every rank
+    of the `group` where it is so on one.
+    """
+    models = [one.model for _, one in updater._select_runners(_SELECTORS[target])]
+    models = [model for model in models if rounded.rounds(model)]
+    if not models:
+        return
+    wrong = [rounded.not_finite(model, tensors) for model in models]
+    if group is not None:
+        wrong = [one for told in from_all_ranks(wrong, group.cpu_group) for one in told]
+    for one in wrong:
+        if one is not None:
+            place, count, value = one
+            raise WeightsError(
+                f"{place}: {count} are not finite after rounding", seen=value, allowed="finite"
+            )
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
