@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any, TypeVar
 
+from paceline.report.acceptance import acceptance_charts
 from paceline.report.charts import (
     Series,
     duration,
@@ -20,7 +20,7 @@ from paceline.report.charts import (
 )
 from paceline.report.exactness import exactness_chart
 from paceline.report.health import health_sections
-from paceline.report.journal import ACCURACY, PROBE, RunHistory
+from paceline.report.journal import ACCURACY, RunHistory
 from paceline.report.mismatch import mismatch_sections
 from paceline.report.slots import SlotInterval
 from paceline.report.spans import Edge, SpanRecord
@@ -63,11 +63,10 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
     """(title, note, drawing) of the charts by RL step."""
     records = history.records
     learning = f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts"
-    acceptance = "live, and a fixed probe outside timed windows; dashed: a new drafter serves"
     return [
         ("Reward and held-out accuracy", learning, _learning(history)),
         *_reward_parts(records),
-        ("Acceptance length", acceptance, _acceptance(history)),
+        *acceptance_charts(history),
         ("Rollout speed", "generated tokens per second of rollout", _speed(records)),
         ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
         ("Response length", "tokens of a response", _lengths(records)),
@@ -266,18 +265,6 @@ def _reward_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
     note = f"each rule of the mixture before its weight, mean of {_SMOOTH} steps"
     chart = line_chart(series, y_label="reward")
     return [("Parts of the reward", note, chart)] if names else []
-
-
-def _acceptance(history: RunHistory) -> str:
-    live = _by_step(history.records, lambda record: record.accept_length or NAN)
-    probe = [(float(step), value) for step, value in history.evaluated(PROBE)]
-    swaps = [
-        float(later.step + 1)
-        for earlier, later in pairwise(history.records)
-        if earlier.versions.drafter != later.versions.drafter
-    ]
-    series = [Series("live", live, "c0"), Series("probe", probe, "c2", dots=True)]
-    return line_chart(series, y_label="tokens per verified draft", marks=swaps)
 
 
 def _speed(records: Sequence[StepRecord]) -> str:
