@@ -13,15 +13,15 @@ from paceline.trajectory import BranchKey, DrawSpan, SpeculationStats, Trajector
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=12)
 COUNTS = st.integers(1, 2**31 - 1)
 LEVELS = st.lists(COUNTS, min_size=1, max_size=3).map(tuple)
+BY_ARM = st.dictionaries(WORDS, COUNTS, min_size=1, max_size=3)
 LOGPROBS = st.floats(width=32, allow_nan=False)
 
 
 def stats() -> st.SearchStrategy[SpeculationStats]:
     """Counters, all of them above 0."""
-    names = [one.name for one in fields(SpeculationStats)]
-    return st.builds(
-        SpeculationStats, **{name: LEVELS if name.endswith("_at") else COUNTS for name in names}
-    )
+    kinds = {"int": COUNTS, "tuple[int, ...]": LEVELS, "Mapping[str, int]": BY_ARM}
+    names = {one.name: kinds[str(one.type)] for one in fields(SpeculationStats)}
+    return st.builds(SpeculationStats, **names)
 
 
 @st.composite

@@ -57,6 +57,7 @@ def record(step: int, steps: int) -> dict[str, Any]:
             "eagle:3_1_4": str(10 + int(50 * share)),
             "ngram:4_1_5": "12",
         },
+        **arm_figures(step, drafter),
         "drafter_steps": str(1 + step % 3),
         "drafter_slot_s": DRAFTER_S,
         "preempt_wait_s": PREEMPT_WAIT_S,
@@ -70,6 +71,18 @@ def record(step: int, steps: int) -> dict[str, Any]:
         "groups_solved": {"by_none": 4, "by_some": 8, "by_all": 4},
         "response_length_quantiles": [20 + step // 8, 60, 120 + (step * 7) % 80],
     }
+
+
+def arm_figures(step: int, drafter: int) -> dict[str, dict[str, str]]:
+    """Each drafter version gets half a token more out of a round than the one before; n-grams draft in
+    every third step, 1.25 tokens a round.
+    """
+    rounds = {"eagle:3_1_4": 40 + step}
+    tokens = {"eagle:3_1_4": (40 + step) * (4 + drafter) // 2}
+    if step % 3 == 0:
+        rounds["ngram:4_1_5"], tokens["ngram:4_1_5"] = 8, 10
+    by_name = {"arm_drafted_rounds": rounds, "arm_round_tokens": tokens}
+    return {name: {arm: str(n) for arm, n in counts.items()} for name, counts in by_name.items()}
 
 
 def entries(steps: int) -> Iterator[dict[str, Any]]:

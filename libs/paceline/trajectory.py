@@ -91,9 +91,11 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def added(one: Any, other: Any) -> Any:
-    """The sum of two counters, or of two lists of them place by place."""
+    """The sum of two counters, of two lists of them place by place, or of two mappings by name."""
     if isinstance(one, tuple):
         return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+    if isinstance(one, Mapping):
+        return {**one, **{name: one.get(name, 0) + count for name, count in other.items()}}
     return one + other
 
 
@@ -110,6 +112,9 @@ class SpeculationStats:
     accepted_at: tuple[int, ...] = ()  # [K] rounds in which the draft there was accepted
     trained_rounds: int = 0
     trained_round_tokens: int = 0
+    # drafted_rounds and drafted_round_tokens by arm
+    arm_drafted_rounds: Mapping[str, int] = field(default_factory=dict)
+    arm_round_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         return SpeculationStats(*map(added, _counters(self), _counters(other)))

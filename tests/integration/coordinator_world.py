@@ -181,7 +181,13 @@ class Gateway(RolloutServiceServicer):
                 yield rollout_pb2.RunTasksResponse(sample=sample)
             yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
         count = sum(map(len, scored.values()))
-        stats = SpeculationStats(drafted_rounds=10, drafted_round_tokens=25 if train else 30)
+        tokens = 25 if train else 30
+        stats = SpeculationStats(
+            drafted_rounds=10,
+            drafted_round_tokens=tokens,
+            arm_drafted_rounds={"eagle:3_1_4": 10},
+            arm_round_tokens={"eagle:3_1_4": tokens},
+        )
         finished = rollout_pb2.TasksFinished(
             scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats
         )

@@ -49,4 +49,13 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
     assert summary["drafter_steps"] >= 2 * STEPS
     arms = [name for step in steps for name in step["arm_rounds"]]
     assert any(name.startswith(f"{kind.name}:") for name in arms)
+    drafted = [step for step in steps if step.get("accept_length")]
+    assert drafted
+    for step in drafted:
+        rounds, tokens = (
+            sum(map(int, step[name].values()))
+            for name in ("arm_drafted_rounds", "arm_round_tokens")
+        )
+        assert rounds == int(step["drafted_rounds"])
+        assert tokens / rounds == pytest.approx(step["accept_length"])
     assert summary["preempt_wait_share"] < 0.05

@@ -64,6 +64,8 @@ async def test_other_tasks_stand_in_until_the_batch_is_full(redis_url: str, tmp_
     assert record["rollout_s"] == pytest.approx(0.3)
     assert record["reward_mean"] == pytest.approx(0.25), "of the first round: 0 1 0 0"
     assert (record["drafted_rounds"], record["accept_length"]) == ("30", 2.5)
+    assert record["arm_drafted_rounds"] == {"eagle:3_1_4": "30"}
+    assert record["arm_round_tokens"] == {"eagle:3_1_4": "75"}
 
 
 async def test_after_the_last_round_the_trainer_is_told_to_do_without(

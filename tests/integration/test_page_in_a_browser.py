@@ -67,6 +67,7 @@ def check(tab: Tab, width: int) -> None:
     titles = tab.value("[...document.querySelectorAll('h2')].map((one) => one.textContent)")
     for title in (
         *("Reward and held-out accuracy", "Exactness audit", "Exactness audit by path"),
+        *("Acceptance by arm", "Acceptance by drafter version and arm"),
         *("The drafter's gate", "Samples", "Latency between services", "One RL step as a trace"),
     ):
         assert title in titles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
@@ -61,6 +62,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(arguments[0]), max_size=3).map(tuple)
     if get_origin(hint) is tuple:
         return st.tuples(*map(values, arguments))
+    if get_origin(hint) is Mapping:
+        return st.dictionaries(*map(values, arguments), max_size=3)
     if get_origin(hint) is frozenset:
         return st.frozensets(values(arguments[0]))
     if issubclass(hint, Enum):

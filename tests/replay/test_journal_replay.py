@@ -38,6 +38,8 @@ ROLLOUT = {
     "accept_length": 2.5,
     "drafted_rounds": 4,
     "pulls": {"off": 3},
+    "arm_drafted_rounds": {"eagle:3_1_4": 3, "ngram:4_1_5": 1},
+    "arm_round_tokens": {"eagle:3_1_4": 9, "ngram:4_1_5": 1},
     "tokens_hash": "ab",
 }
 EVENTS: list[Event] = [
@@ -237,6 +239,8 @@ def test_a_record_holds_what_the_events_of_its_step_said() -> None:
     record = played(EVENTS)[1].finished[0]
     assert (record.response_tokens, record.rollout_s, record.accept_length) == (50, 2.0, 2.5)
     assert dict(record.arm_rounds) == {"off": 2}
+    assert dict(record.arm_drafted_rounds) == {"eagle:3_1_4": 3, "ngram:4_1_5": 1}
+    assert dict(record.arm_round_tokens) == {"eagle:3_1_4": 9, "ngram:4_1_5": 1}
     assert (record.drafter_steps, record.drafter_slot_s, record.preempt_wait_s) == (4, 2.5, 0.5)
     assert (record.step_s, record.policy_s, record.reward_mean) == (7.0, 2.5, 0.75)
     assert list(record.response_length_quantiles) == [5, 9, 11]

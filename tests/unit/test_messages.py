@@ -38,6 +38,8 @@ def noun_of(cls: type[Any]) -> st.SearchStrategy[Any]:
         **{
             one.name: st.lists(COUNTS, min_size=1, max_size=3).map(tuple)
             if one.name.endswith("_at")
+            else st.dictionaries(st.text(), COUNTS, min_size=1, max_size=3)
+            if one.type == "Mapping[str, int]"
             else st.text(min_size=1)
             if one.name in TEXTS
             else st.just(True)

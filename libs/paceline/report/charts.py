@@ -172,11 +172,11 @@ def number(value: float) -> str:
 
 
 def _line(series: Series, frame: Frame) -> str:
-    stride = max(1, len(series.points) // _POINTS_DRAWN)
+    points = series.points[:: max(1, len(series.points) // _POINTS_DRAWN)]
     path, pen = [], "M"
     measured = sum(math.isfinite(y) for _, y in series.points)
     # A line through two measurements would say what nobody has seen.
-    for x, y in series.points[::stride] if measured >= _LEAST_OF_A_LINE else ():
+    for x, y in points if measured >= _LEAST_OF_A_LINE else ():
         if not math.isfinite(y):
             pen = "M"
             continue
@@ -186,15 +186,23 @@ def _line(series: Series, frame: Frame) -> str:
     shown = (
         f'<path class="line {series.color}{" faint" if series.faint else ""}" d="{"".join(path)}"/>'
     )
-    if series.dots or measured < _LEAST_OF_A_LINE:
-        shown += "".join(
-            f'<circle class="dot {series.color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3">'
-            f"<title>{escape(series.name)} at {number(x)}: {number(y)}</title></circle>"
-            for x, y in series.points[::stride]
-            if math.isfinite(y)
-        )
+    every = series.dots or measured < _LEAST_OF_A_LINE
+    return shown + "".join(
+        f'<circle class="dot {series.color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3">'
+        f"<title>{escape(series.name)} at {number(x)}: {number(y)}</title></circle>"
+        for x, y in (points if every else _alone(points))
+        if math.isfinite(y)
+    )
 
-    return shown
+
+def _alone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Measurements between two gaps, which no line shows."""
+    heights = [math.nan, *(y for _, y in points), math.nan]
+    return [
+        point
+        for point, before, after in zip(points, heights, heights[2:], strict=False)
+        if not (math.isfinite(before) or math.isfinite(after))
+    ]
 
 
 def _hover(series: Sequence[Series], frame: Frame) -> list[str]:

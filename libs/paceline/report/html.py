@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from paceline.report.acceptance import acceptance_table
 from paceline.report.charts import duration, number
 from paceline.report.exactness import exactness_table
 from paceline.report.gate_table import gate_table
@@ -77,6 +78,12 @@ def content(
             "Exactness audit by path",
             "tokens scored again by the trainer in the policy version that drew them",
             exactness_table(history),
+        ),
+        (
+            "Acceptance by drafter version and arm",
+            "rollouts of the steps that a version served, newest version first, and what its gate "
+            "had projected for a chain of so many drafts",
+            acceptance_table(history),
         ),
         (
             "The drafter's gate",

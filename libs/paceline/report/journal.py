@@ -63,6 +63,8 @@ class RunHistory:
     gate: tuple[Ruling, ...] = ()  # the newest of them, as they came
     beyond: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Paths that the audit has named, in that order, and its figures of each; "step" is when."""
+    promoted: Mapping[int, Ruling] = field(default_factory=dict)
+    """By drafter version, the decision by which it came to serve."""
 
     @property
     def slots(self) -> int:
@@ -151,6 +153,7 @@ def read_history(path: Path) -> RunHistory:
         dict(told.decisions),
         tuple(told.gate),
         told.beyond,
+        told.promoted,
     )
 
 
@@ -170,6 +173,7 @@ class _Told:
     decisions: Counter[str] = field(default_factory=Counter)
     gate: deque[Ruling] = field(default_factory=lambda: deque(maxlen=_RULINGS))
     beyond: dict[str, dict[str, float]] = field(default_factory=dict)
+    promoted: dict[int, Ruling] = field(default_factory=dict)
     _counted: set[str] = field(default_factory=set)  # what may come twice, and has come
 
     def take(self, entry: Mapping[str, Any]) -> None:
@@ -214,4 +218,7 @@ class _Told:
         else:
             decision, details = str(data.get("decision", "promoted")), data.get("details", {})
             self.decisions[decision] += 1
-            self.gate.append(Ruling(step, decision, int(data.get("drafter_version", 0)), details))
+            ruling = Ruling(step, decision, int(data.get("drafter_version", 0)), details)
+            self.gate.append(ruling)
+            if event == "GatePromoted":
+                self.promoted[ruling.drafter_version] = ruling

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any, TypeVar
 
+from paceline.report.acceptance import acceptance_charts
 from paceline.report.charts import (
     Series,
     duration,
@@ -20,8 +20,8 @@ from paceline.report.charts import (
 )
 from paceline.report.exactness import exactness_chart
 from paceline.report.health import health_sections
-from paceline.report.journal import ACCURACY, PROBE, RunHistory
-from paceline.report.measures import ACCEPTANCE, LENGTHS, REWARD, SPEED, lines
+from paceline.report.journal import ACCURACY, RunHistory
+from paceline.report.measures import LENGTHS, REWARD, SPEED, lines
 from paceline.report.mismatch import mismatch_sections
 from paceline.report.slots import SlotInterval
 from paceline.report.spans import Edge, SpanRecord
@@ -66,11 +66,10 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
     """(title, note, drawing) of the charts by RL step."""
     records = history.records
     learning = f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts"
-    acceptance = "live, and a fixed probe outside timed windows; dashed: a new drafter serves"
     return [
         ("Reward and held-out accuracy", learning, _learning(history)),
         *_reward_parts(records),
-        (ACCEPTANCE.title, acceptance, _acceptance(history)),
+        *acceptance_charts(history),
         (SPEED.title, SPEED.note, _speed(records)),
         ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
         (LENGTHS[0].title, "tokens of a response", lines(records, LENGTHS)),
@@ -269,18 +268,6 @@ def _reward_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, str]]:
     note = f"each rule of the mixture before its weight, mean of {_SMOOTH} steps"
     chart = line_chart(series, y_label="reward")
     return [("Parts of the reward", note, chart)] if names else []
-
-
-def _acceptance(history: RunHistory) -> str:
-    live = ACCEPTANCE.points(history.records)
-    probe = [(float(step), value) for step, value in history.evaluated(PROBE)]
-    swaps = [
-        float(later.step + 1)
-        for earlier, later in pairwise(history.records)
-        if earlier.versions.drafter != later.versions.drafter
-    ]
-    series = [Series(ACCEPTANCE.label, live, "c0"), Series("probe", probe, "c2", dots=True)]
-    return line_chart(series, y_label=ACCEPTANCE.unit, marks=swaps)
 
 
 def _speed(records: Sequence[StepRecord]) -> str:

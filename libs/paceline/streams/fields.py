@@ -17,7 +17,7 @@ from paceline.tagged_json import from_object, to_object
 from paceline.tensors import NamedTensor
 from paceline.trajectory import SpeculationStats
 
-SCHEMA_VERSION = "4"
+SCHEMA_VERSION = "5"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class DrafterChoice(_message.Message):
     def __init__(self, serving: _Optional[int] = ..., previous: _Optional[int] = ..., promoted: _Optional[int] = ..., chosen: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class StepRecord(_message.Message):
-    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined")
+    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined", "arm_drafted_rounds", "arm_round_tokens")
     class ArmRoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,20 @@ class StepRecord(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ArmDraftedRoundsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ArmRoundTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +197,8 @@ class StepRecord(_message.Message):
     TRUNCATED_SHARE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_SOLVED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    ARM_DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ARM_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     versions: _trajectory_pb2.VersionSet
     reward_mean: float
@@ -212,7 +228,9 @@ class StepRecord(_message.Message):
     truncated_share: float
     groups_solved: _containers.ScalarMap[str, int]
     quarantined: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ...) -> None: ...
+    arm_drafted_rounds: _containers.ScalarMap[str, int]
+    arm_round_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ..., arm_drafted_rounds: _Optional[_Mapping[str, int]] = ..., arm_round_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListStepsRequest(_message.Message):
     __slots__ = ("from_step",)

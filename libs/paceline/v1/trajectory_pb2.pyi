@@ -137,7 +137,21 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., json_schema: _Optional[str] = ..., min_tokens: _Optional[int] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Iterable[str]] = ..., grammar: _Optional[str] = ..., tool_grammar: _Optional[str] = ..., free_until: _Optional[str] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("target_steps", "drafted_tokens", "accepted_tokens", "drafted_round_tokens", "drafted_rounds", "proposed_at", "accepted_at", "trained_rounds", "trained_round_tokens")
+    __slots__ = ("target_steps", "drafted_tokens", "accepted_tokens", "drafted_round_tokens", "drafted_rounds", "proposed_at", "accepted_at", "trained_rounds", "trained_round_tokens", "arm_drafted_rounds", "arm_round_tokens")
+    class ArmDraftedRoundsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ArmRoundTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     TARGET_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +161,8 @@ class SpeculationStats(_message.Message):
     ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
     TRAINED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARM_DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ARM_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     target_steps: int
     drafted_tokens: int
     accepted_tokens: int
@@ -156,7 +172,9 @@ class SpeculationStats(_message.Message):
     accepted_at: _containers.RepeatedScalarFieldContainer[int]
     trained_rounds: int
     trained_round_tokens: int
-    def __init__(self, target_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_round_tokens: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., proposed_at: _Optional[_Iterable[int]] = ..., accepted_at: _Optional[_Iterable[int]] = ..., trained_rounds: _Optional[int] = ..., trained_round_tokens: _Optional[int] = ...) -> None: ...
+    arm_drafted_rounds: _containers.ScalarMap[str, int]
+    arm_round_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, target_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_round_tokens: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., proposed_at: _Optional[_Iterable[int]] = ..., accepted_at: _Optional[_Iterable[int]] = ..., trained_rounds: _Optional[int] = ..., trained_round_tokens: _Optional[int] = ..., arm_drafted_rounds: _Optional[_Mapping[str, int]] = ..., arm_round_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Reward(_message.Message):
     __slots__ = ("value", "source", "parts")

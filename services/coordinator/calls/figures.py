@@ -69,6 +69,7 @@ def rollout_figures(
         "rollout_s": finished.rollout_s,
         "accept_length": accept_length(finished.speculation),
         "drafted_rounds": finished.speculation.drafted_rounds,
+        **arm_figures(finished.speculation),
         "trained_rounds": finished.speculation.trained_rounds,
         "trained_round_tokens": finished.speculation.trained_round_tokens,
         "truncated_share": truncated_share(samples),
@@ -111,6 +112,14 @@ def _figure(value: Any) -> Figure:
 def accept_length(stats: SpeculationStats) -> float:
     """Mean tokens of a drafted round, bonus token included; 0 when nothing was drafted."""
     return stats.drafted_round_tokens / stats.drafted_rounds if stats.drafted_rounds else 0.0
+
+
+def arm_figures(stats: SpeculationStats) -> dict[str, dict[str, float | int]]:
+    """The drafted rounds of each arm and their tokens, under the names of the step's record."""
+    return {
+        "arm_drafted_rounds": dict(sorted(stats.arm_drafted_rounds.items())),
+        "arm_round_tokens": dict(sorted(stats.arm_round_tokens.items())),
+    }
 
 
 def combined_hash(hashes: Iterable[str]) -> str:

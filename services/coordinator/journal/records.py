@@ -148,6 +148,12 @@ class StepRecords:
         record.near_ties += int(_number(details, "near_ties"))
         for arm, rounds in self._new_pulls(details).items():
             record.arm_rounds[arm] += rounds
+        for counts, name in (
+            (record.arm_drafted_rounds, "arm_drafted_rounds"),
+            (record.arm_round_tokens, "arm_round_tokens"),
+        ):
+            for arm, count in sorted(_by_arm(details, name).items()):
+                counts[arm] += count
         if not record.response_length_quantiles:
             record.reward_mean = _number(details, "reward_mean")
             parts = details.get("reward_parts")
@@ -165,7 +171,7 @@ class StepRecords:
 
     def _new_pulls(self, details: Details) -> dict[str, int]:
         """Pulls since the last report; workers that restarted count from 0 again."""
-        now = _pulls(details)
+        now = _by_arm(details, "pulls")
         new = {
             arm: count - self._pulls[arm] if count >= self._pulls[arm] else count
             for arm, count in now.items()
@@ -190,7 +196,7 @@ class StepRecords:
             record.reward_mean = _number(event.details, "reward_mean")
 
     def _evaluated(self, event: events.EvaluationDone, after: State) -> StepRecord | None:
-        pulls = _pulls(event.details)
+        pulls = _by_arm(event.details, "pulls")
         self._pulls = pulls or self._pulls
         if event.value is None or not self.finished or after.step == 0:
             return None
@@ -242,10 +248,10 @@ def _number(details: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _pulls(details: Details) -> Counter[str]:
-    pulls = details.get("pulls")
+def _by_arm(details: Details, name: str) -> Counter[str]:
+    counts = details.get(name)
     return (
-        Counter({arm: int(n) for arm, n in pulls.items()})
-        if isinstance(pulls, Mapping)
+        Counter({arm: int(n) for arm, n in counts.items()})
+        if isinstance(counts, Mapping)
         else Counter()
     )

@@ -101,7 +101,7 @@ class EngineMetrics:
 
     def _drafts(self, life: _Life, told: tpb.SpeculationStats) -> None:
         """Of all sequences, also of those that run."""
-        names = [one.name for one in fields(SpeculationStats) if not one.name.endswith("_at")]
+        names = [one.name for one in fields(SpeculationStats) if one.type == "int"]
         new: dict[str, Any] = {
             name: int(life.grown(getattr(told, name), "drafts", name)) for name in names
         }

@@ -18,6 +18,8 @@ NO_METRIC_OF_A_STEP = {
     "tokens_hash": "a name",
     "finished_at_s": "the time itself",
     "arm_rounds": "paceline.engine.arm_rounds",
+    "arm_drafted_rounds": "paceline.engine.arm_accept_length",
+    "arm_round_tokens": "paceline.engine.arm_accept_length",
     "policy": "paceline.policy.figure",
     "staleness": "paceline.policy.staleness",
     "drafter_slot_s": "paceline.drafter.slot_time",

@@ -56,11 +56,13 @@ def test_the_page_is_well_formed_and_has_every_section(
     parser = Balance()
     parser.feed(text)
     assert parser.open == []
-    assert parser.seen.count("svg") == 11 + 2 + 1  # charts, timelines, waterfall
+    assert parser.seen.count("svg") == 12 + 2 + 1  # charts, timelines, waterfall
     for title in (
         "Reward and held-out accuracy",
         "Parts of the reward",
         "Acceptance length",
+        "Acceptance by arm",
+        "Acceptance by drafter version and arm",
         "Arms chosen",
         "Slots",
         "Latency",
@@ -124,6 +126,9 @@ def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
     path = re.search(r'class="line c0" d="([^"]+)"', drawn)
     assert path is not None
     assert path.group(1) == "M46.0 176.0L213.3 10.0M548.0 93.0"
+    assert re.findall(r'<circle class="dot c0" cx="([^"]+)" cy="([^"]+)"', drawn) == [
+        ("548.0", "93.0")
+    ], "a measurement between two gaps would not be seen otherwise"
 
 
 def test_columns_add_up_to_the_height_of_the_whole() -> None:

@@ -201,7 +201,8 @@ class Decoder:
         ):
             sequence, end = one.rows[row], accepted + 1
             count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], origins[row], accepted)
-            sequence.count(drafted[row], count, levels[row], trained=row in trained)
+            arm = origins[row].arm
+            sequence.count(arm, drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
                 path = one.logits[_along(one, verdict)[row, :count]]
                 sequence.alternatives += top_alternatives(

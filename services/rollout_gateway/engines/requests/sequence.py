@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -93,6 +94,8 @@ class RunningSequence:
     trained_round_tokens: int = 0
     proposed_at: list[int] = field(default_factory=list)  # see SpeculationStats
     accepted_at: list[int] = field(default_factory=list)
+    arm_rounds: Counter[str] = field(default_factory=Counter)  # drafted ones
+    arm_tokens: Counter[str] = field(default_factory=Counter)  # of them
 
     @property
     def lacking(self) -> int:
@@ -144,10 +147,16 @@ class RunningSequence:
         return self.finish is not None
 
     def count(
-        self, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False
+        self,
+        arm: str,
+        drafted: int,
+        taken: int,
+        depth: int | None = None,
+        *,
+        trained: bool = False,
     ) -> None:
-        """Statistics of a round with `drafted` proposals on `depth` levels; None: a chain, one on
-        each.
+        """Statistics of an arm's round with `drafted` proposals on `depth` levels; None: a chain,
+        one on each.
 
         trained: they come from a speculator whose weights are swapped.
         """
@@ -159,6 +168,8 @@ class RunningSequence:
             self.accepted += taken - 1
             self.trained_rounds += trained
             self.trained_round_tokens += taken * trained
+            self.arm_rounds[arm] += 1
+            self.arm_tokens[arm] += taken
             self._count_positions(depth if depth is not None else drafted, taken - 1)
 
     def _count_positions(self, depth: int, accepted: int) -> None:
@@ -243,4 +254,6 @@ class RunningSequence:
             tuple(self.accepted_at),
             self.trained_rounds,
             self.trained_round_tokens,
+            dict(self.arm_rounds),
+            dict(self.arm_tokens),
         )

@@ -259,7 +259,7 @@ class ScriptedEngine:
             sequence.first_token_s = self._clock.now() - sequence.enqueued_s
         # A reply's own pace may exceed what the arm could accept.
         taken = min(emitted, 1 + drafts_of(arm))
-        sequence.count(drafts_of(arm), taken, trained=speculator_of(arm) not in ("", "ngram"))
+        sequence.count(arm, drafts_of(arm), taken, trained=speculator_of(arm) not in ("", "ngram"))
         self._tokens += 0 if sequence.request.probe else emitted
         self._write_rows(run)
         return taken

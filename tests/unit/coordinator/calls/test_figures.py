@@ -78,7 +78,12 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
         ),
     ]
     stats = SpeculationStats(
-        drafted_rounds=4, drafted_round_tokens=10, trained_rounds=3, trained_round_tokens=9
+        drafted_rounds=4,
+        drafted_round_tokens=10,
+        trained_rounds=3,
+        trained_round_tokens=9,
+        arm_drafted_rounds={"ngram:4_1_5": 1, "eagle:3_1_4": 3},
+        arm_round_tokens={"ngram:4_1_5": 1, "eagle:3_1_4": 9},
     )
     closed = [ClosedGroup(group_id="a", scored_sessions=2), ClosedGroup(group_id="b")]
     figures = rollout_figures(
@@ -91,6 +96,8 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
     assert figures["reward_mean"] == 0.5
     assert figures["accept_length"] == 2.5
     assert (figures["trained_round_tokens"], figures["trained_rounds"]) == (9, 3)
+    assert figures["arm_drafted_rounds"] == {"eagle:3_1_4": 3, "ngram:4_1_5": 1}
+    assert figures["arm_round_tokens"] == {"eagle:3_1_4": 9, "ngram:4_1_5": 1}
     assert figures["near_ties"] == 1
     assert figures["length_quantiles"] == (6, 8, 8)
     assert figures["closed_groups"] == {"a": 2, "b": 0}

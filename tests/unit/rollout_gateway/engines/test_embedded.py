@@ -181,6 +181,8 @@ def test_rounds_of_a_drafter_with_weights_are_counted_apart(
     assert stats.drafted_rounds > 0
     counted = (stats.trained_rounds, stats.trained_round_tokens)
     assert counted == ((stats.drafted_rounds, stats.drafted_round_tokens) if trained else (0, 0))
+    assert stats.arm_drafted_rounds == {arm: stats.drafted_rounds}
+    assert stats.arm_round_tokens == {arm: stats.drafted_round_tokens}
 
 
 def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Path) -> None:

@@ -216,13 +216,21 @@ def test_the_bandit_is_told_of_the_tokens_of_rows_that_still_run() -> None:
             "eagle:3_2_8",
             3,
             make_row("0", output=9),
-            SpeculationStats(1, 7, 2, 3, 1, (1, 1, 1), (1, 1, 0), 1, 3),
+            SpeculationStats(
+                *(1, 7, 2, 3, 1, (1, 1, 1), (1, 1, 0), 1, 3),
+                arm_drafted_rounds={"eagle:3_2_8": 1},
+                arm_round_tokens={"eagle:3_2_8": 3},
+            ),
         ),
         (
             "eagle:3_2_8",
             3,
             make_row("0", output=9, finished_len=8),
-            SpeculationStats(1, 7, 1, 2, 1, (1, 1, 1), (1, 0, 0), 1, 2),
+            SpeculationStats(
+                *(1, 7, 1, 2, 1, (1, 1, 1), (1, 0, 0), 1, 2),
+                arm_drafted_rounds={"eagle:3_2_8": 1},
+                arm_round_tokens={"eagle:3_2_8": 2},
+            ),
         ),
         ("off", 1, make_row("0", output=9), SpeculationStats(1, 0, 0, 0, 0)),
     ],

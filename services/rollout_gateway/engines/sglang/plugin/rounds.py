@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.arm_names import ArmName
+from paceline.arm_names import OFF, ArmName
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     ChosenArm,
     first_nodes,
@@ -178,9 +178,10 @@ def row_advanced(
         taken = taken_tokens(accepted, len(req.output_ids), req.finished_len)
         arm = done.plan.arm if done is not None else None
         if arm is None:
-            tracked.sequence.count(0, taken)
+            tracked.sequence.count(OFF, 0, taken)
         else:
-            tracked.sequence.count(arm.drafted, taken, arm.shape.steps, trained=_trained(arm))
+            drafted, steps = arm.drafted, arm.shape.steps
+            tracked.sequence.count(arm.name, drafted, taken, steps, trained=_trained(arm))
 
     original(processor, req, batch, result, row, logits_output)
 
