@@ -52,7 +52,7 @@ class ServiceKeeper:
     """
 
     def __init__(self, order: str) -> None:
-        self._kept = _Kept(ServiceOrder.of(order))
+        self._kept = _ServiceProcess(ServiceOrder.of(order))
         self._loop = ActorLoop()
         self._loop.begin(self._kept.end_when_deserted())
 
@@ -75,7 +75,7 @@ class ServiceKeeper:
         self._loop.run(self._kept.stop(grace_s))
 
 
-class _Kept:
+class _ServiceProcess:
     """The service itself, on the actor's loop."""
 
     def __init__(self, order: ServiceOrder) -> None:
