@@ -34,6 +34,7 @@ from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.plugin.grammars import TreeGrammars, asks
+from paceline.services.rollout_gateway.engines.sglang.plugin.lookups import PrefixLookups
 from paceline.services.rollout_gateway.engines.sglang.plugin.requests import cache_key
 from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
     PendingDraws,
@@ -90,6 +91,7 @@ class Plugin:
         self._tokens_emitted = 0
         self._ended = SpeculationStats()
         self._prompt_tokens = self._reused_tokens = 0
+        self._lookups = PrefixLookups()
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
@@ -111,6 +113,7 @@ class Plugin:
         parallel = get_parallel()
         self.scheduler, self.rank = scheduler, parallel.tp_rank
         self.tp_group = parallel.tp_group if parallel.tp_size > 1 else None
+        self._lookups.watch(scheduler.tree_cache)
         answer_beats()
         if self.rank == 0 and self.worker.ring_path:
             self.ring = RowRing.attach(Path(self.worker.ring_path))
@@ -302,5 +305,10 @@ class Plugin:
             evidence=self.arms.bandit.snapshot(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             rows_invalid=self.rows_invalid,
-            prefixes=PrefixStats(self._prompt_tokens, self._reused_tokens),
+            prefixes=PrefixStats(
+                self._prompt_tokens,
+                self._reused_tokens,
+                self._lookups.count,
+                self._lookups.seconds,
+            ),
         )
