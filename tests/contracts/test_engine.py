@@ -879,6 +879,8 @@ def test_speculation_statistics_add_up(case: Case) -> None:
         20,
     )  # some engines draw the first token with the prompt
     assert 1.0 <= stats.accept_length <= 4.0
+    assert stats.arm_drafted_rounds == {"eagle:3_1_4": stats.drafted_rounds}
+    assert stats.arm_round_tokens == {"eagle:3_1_4": stats.drafted_round_tokens}
     assert stats.proposed_at == (stats.drafted_rounds,) * 3
     assert sum(stats.accepted_at) == stats.accepted_tokens
     assert list(stats.accepted_at) == sorted(stats.accepted_at, reverse=True)

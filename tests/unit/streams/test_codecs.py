@@ -265,7 +265,7 @@ def test_the_fields_say_what_the_rows_are() -> None:
         "hidden": "3",
         "layers": "last",
         "convention": "post_norm",
-        "schema_version": "4",
+        "schema_version": "5",
     }
 
 
@@ -341,7 +341,7 @@ def test_a_missing_field_is_data_loss(name: str) -> None:
 
 def test_another_layout_is_refused_by_name() -> None:
     header, payload = encode_trajectory(_trajectory())
-    with pytest.raises(DataLoss, match="seen: 1; allowed: 4"):
+    with pytest.raises(DataLoss, match="seen: 1; allowed: 5"):
         decode_trajectory({**header, "schema_version": "1"}, payload)
 
 
