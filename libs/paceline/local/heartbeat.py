@@ -38,6 +38,7 @@ _BEATS = 6  # in the limit
 _LATE = 5  # limits that one has which is seen to run, or at least not to be stopped
 _CONNECTED, _CUT = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 _CONNECT_S = 10.0
+_UNKNOWN = 0  # process of a connection that was cut before it was looked at
 _numbers = itertools.count(1)
 _answering: list[zmq.Socket[bytes]] = []
 
@@ -128,9 +129,8 @@ class Heartbeat:
                     return
                 continue
             if event["event"] == _CONNECTED:
-                if process := _peer(event["value"]):
-                    connections[event["value"]] = process
-                    known.add(process)
+                connections[event["value"]] = process = _peer(event["value"])
+                known = (known - {_UNKNOWN}) | {process}
                 late_s = 0.0
             else:
                 connections.pop(event["value"], None)
@@ -144,16 +144,18 @@ class Heartbeat:
 
 
 def _peer(file: int) -> int:
-    """The process at the other end of a unix socket of libzmq's; 0 where that is closed by now."""
+    """The process at the other end of a unix socket of libzmq's."""
     with suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
         size = struct.calcsize("3i")
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         return int(struct.unpack("3i", credentials)[0])
-    return 0
+    return _UNKNOWN
 
 
 def _may_answer(process: int) -> bool:
-    """Whether it is there and nobody has stopped it."""
+    """Whether it is there and nobody has stopped it, as far as is known."""
+    if process == _UNKNOWN:
+        return True
     try:
         return psutil.Process(process).status() not in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
     except psutil.NoSuchProcess:
