@@ -13,11 +13,10 @@ from benchmarks.result import Row
 
 LEVELS_MS = (50.0, 15.0)
 """Time per output token, milliseconds."""
-TIERS = {
-    "embedded": "slots of the engine's own memory, copied",
-    "sglang": "pages of the KV pool, shared",
-}
-"""Where the keys and values of cached prompts lie. Neither engine moves any to the host."""
+TIER = "device"
+"""Where the keys and values of cached prompts lie: in neither engine do any move to the host."""
+KEPT = {"embedded": "slots of its own, copied", "sglang": "pages of the KV pool, shared"}
+"""How an engine keeps them there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,8 @@ def reuse_row(kind: str, share: float, found: Sequence[Reused]) -> Row:
     return {
         "section": "keys and values of cached prompts",
         "engine": kind,
-        "tier": TIERS[kind],
+        "tier": TIER,
+        "kept in": KEPT[kind],
         "reused %": round(100 * share),
         "tokens found": int(tokens),
         "TTFT ms": 1e3 * statistics.median(one.first_s for one in found),

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from prompt_oracle import assert_scores_are
 from random_models import save_random
 from sglang_served import Served, greedy, said
 from transformers import PreTrainedModel
 
 from paceline.errors import WeightsError
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -58,6 +62,18 @@ def test_tokens_over_divided_experts_are_those_of_transformers(
 ) -> None:
     answers = served.tokens(PROMPTS, max_tokens=NEW_TOKENS)
     assert answers == expected(next(iter(policies.values())))
+
+
+def test_prompts_are_scored_by_heads_that_are_divided(
+    served: Served, policies: dict[str, PreTrainedModel]
+) -> None:
+    policy = next(iter(policies.values()))
+    numbers = served.send(PROMPTS, temperature=1.0, prompt_logprobs=2, max_tokens=0)
+    for prompt, (chunk,) in zip(PROMPTS, served.wait(numbers), strict=True):
+        asked = Request(0, tuple(prompt), Sampling(0, 0, prompt_logprobs=2))
+        with torch.inference_mode():
+            logits = policy(torch.tensor([prompt])).logits[0]
+        assert_scores_are(chunk.prompt_scores, logits, asked)
 
 
 def test_all_ranks_take_a_set_between_two_rounds_and_a_wrong_one_none(

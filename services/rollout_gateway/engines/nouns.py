@@ -33,7 +33,8 @@ SETTINGS = {
     Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter "
     "checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
-    Capability.PROMPT_LOGPROBS: "engine.kind=embedded",
+    Capability.PROMPT_LOGPROBS: "engine.kind=embedded, or engine.kind=sglang without "
+    "engine.sglang.arguments.enable_layernorm_sp",
     Capability.JSON_SCHEMA: "engine.kind=embedded or engine.kind=sglang, and a model directory "
     "with a tokenizer.json and an eos_token_id",
     Capability.GRAMMARS: "engine.kind=embedded or engine.kind=sglang, and a model directory "

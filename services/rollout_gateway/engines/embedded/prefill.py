@@ -8,18 +8,19 @@ which prefixes are known, and not decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.models.cache import cache_rows
-from paceline.models.decoder import forward_hidden, make_block
+from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.services.rollout_gateway.engines.embedded.capture import Capture, sequence_rows
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from paceline.services.rollout_gateway.engines.embedded.prompt_scores import score_prompt
 from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
+from paceline.services.rollout_gateway.engines.requests.prompt_scores import score_prompt
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
@@ -84,9 +85,10 @@ class Prefill:
                 part[leader_of_row] for part in (positions, token_ids, hidden)
             )
 
+        head = partial(head_logits, self._weights.policy)
         for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
             if sequence.scoring:
-                score_prompt(self._weights.policy, sequence, hidden[row, :count])
+                score_prompt(head, sequence, sequence.cached, hidden[row, :count])
             sequence.cached += count
         self._write(rows, counts, positions, token_ids, hidden)
 

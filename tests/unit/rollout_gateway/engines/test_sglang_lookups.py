@@ -20,6 +20,11 @@ class Cache:
             raise ValueError("no key")
         return key[least:]
 
+    def cache_unfinished_req(self, key: str) -> str:
+        if key == "full":
+            raise MemoryError(key)
+        return self.match_prefix(key)
+
 
 def test_lookups_are_counted_with_their_seconds() -> None:
     lookups, cache = PrefixLookups(), Cache()
@@ -31,3 +36,14 @@ def test_lookups_are_counted_with_their_seconds() -> None:
         cache.match_prefix("")
     assert lookups.count == 3
     assert 3e-3 <= lookups.seconds <= time.perf_counter() - began
+
+
+def test_what_the_cache_looks_up_for_itself_is_not_counted() -> None:
+    lookups, cache = PrefixLookups(), Cache()
+    lookups.watch(cache)
+    assert cache.cache_unfinished_req("abc") == "abc"
+    with pytest.raises(MemoryError):
+        cache.cache_unfinished_req("full")
+    assert lookups.count == 0
+    cache.match_prefix("abc")
+    assert lookups.count == 1

@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
+from paceline.services.rollout_gateway.engines.sglang.plugin.prompt_scores import score_prompts
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from paceline.telemetry import get_logger
 
@@ -100,8 +101,9 @@ def add_last(
     hidden_states_before_norm: Any = None,
 ) -> Any:
     """AROUND LogitsProcessor.forward: the last state behind the inner ones, also inside a recorded
-    CUDA graph.
+    CUDA graph. The prompts of a prefill are scored by it first.
     """
+    score_prompts(plugin, processor, hidden_states, lm_head, logits_metadata)
     if aux_hidden_states is not None and getattr(processor, _TARGET, False):
         if isinstance(aux_hidden_states, Tensor):
             aux_hidden_states = torch.cat((aux_hidden_states, hidden_states), dim=-1)

@@ -15,12 +15,15 @@ class PrefixLookups:
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
+        self._keeping = False
 
     def watch(self, cache: Any) -> None:
         """From now on."""
-        match_prefix = cache.match_prefix
+        match_prefix, keep = cache.match_prefix, cache.cache_unfinished_req
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._keeping:
+                return match_prefix(*args, **kwargs)
             began = time.perf_counter()
             try:
                 return match_prefix(*args, **kwargs)
@@ -28,4 +31,11 @@ class PrefixLookups:
                 self.count += 1
                 self.seconds += time.perf_counter() - began
 
-        cache.match_prefix = timed
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            self._keeping = True  # the cache looks up what it has just put in, for itself
+            try:
+                return keep(*args, **kwargs)
+            finally:
+                self._keeping = False
+
+        cache.match_prefix, cache.cache_unfinished_req = timed, keeping

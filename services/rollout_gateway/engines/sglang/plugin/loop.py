@@ -62,7 +62,9 @@ def finishing(
     if tracked.sequence.error:  # its grammar ends here: what was drawn since is not told
         tracked.sequence.finish = Finish.ERROR
     else:
-        plugin.take(tracked, req.output_ids)
+        tracked.sequence.end_scored()
+        if tracked.sequence.finish is None:
+            plugin.take(tracked, req.output_ids)
     finish = tracked.sequence.finish
     if finish is None:
         return

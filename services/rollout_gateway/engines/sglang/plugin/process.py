@@ -143,6 +143,8 @@ class Plugin:
     def _capabilities(self) -> frozenset[Capability]:
         capabilities = {
             Capability.PENALTIES: True,
+            # its ranks have parts of the states then where logits are computed
+            Capability.PROMPT_LOGPROBS: not self.spec.arguments.get("enable_layernorm_sp"),
             Capability.JSON_SCHEMA: self.grammars.possible,
             Capability.GRAMMARS: self.grammars.possible,
             Capability.CAPTURE: self.rows is not None,
@@ -224,9 +226,11 @@ class Plugin:
     # ---- requests
 
     def cache_key(self, rid: str) -> str:
-        """Namespace of the prefix cache for a request."""
-        key = cache_key(self.versions)
-        return key if self.reuses else f"{key}/{rid}"
+        """Namespace of the prefix cache for a request: one of its own where nothing may be reused,
+        and while its prompt is scored, which needs the states of all its tokens.
+        """
+        key, shares = cache_key(self.versions), not self.requests[rid].sequence.scoring
+        return key if self.reuses and shares else f"{key}/{rid}"
 
     def rid_for(self, request_id: int) -> str:
         """A name for SGLang that no request has had."""

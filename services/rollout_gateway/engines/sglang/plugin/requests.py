@@ -20,14 +20,15 @@ def as_sglang_request(tracked: Tracked, key: str) -> Any:
     """TokenizedGenerateReqInput; `key`: its namespace of the prefix cache.
 
     Draws and stops are ours, so SGLang is told of neither; it keeps the token limit. To it a
-    response that goes on is the end of the prompt.
+    response that goes on is the end of the prompt. Where nothing is generated it draws one token,
+    which is not taken: without any it would leave its drafters and CUDA graphs.
     """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     request = tracked.request
     left = tracked.sequence.token_limit - len(request.response)
-    params = SamplingParams(max_new_tokens=left, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=max(left, 1), ignore_eos=True)
     params.normalize(None)
     return TokenizedGenerateReqInput(
         rid=tracked.rid,

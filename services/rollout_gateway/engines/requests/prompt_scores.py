@@ -5,10 +5,11 @@ They are those of log_softmax(logits / temperature), as of every token that is d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from paceline.models.decoder import DecoderWeights, head_logits
 from paceline.models.sampling import behavior_logprobs, top_alternatives
 from paceline.services.rollout_gateway.engines.nouns import PromptScore
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
@@ -17,19 +18,21 @@ SCORED_ROWS = 128
 """Rows of logits at a time: of a long prompt they would be larger than the model."""
 
 
-def score_prompt(policy: DecoderWeights, sequence: RunningSequence, hidden: Tensor) -> None:
-    """Appends the scores of the tokens behind those that were just cached.
+def score_prompt(
+    head: Callable[[Tensor], Tensor], sequence: RunningSequence, first: int, hidden: Tensor
+) -> None:
+    """Adds the scores of the tokens behind those at `first` and on, whose states are hidden [n, W].
 
-    hidden [n, W]: states at the tokens from `sequence.cached` on, which is not moved yet. The last
-    known token of a response that goes on is no prompt's and is left out.
+    head: states to logits. Scores that are there already of these tokens give way. The last known
+    token of a response that goes on is no prompt's and is left out.
     """
     scores, asked = sequence.prompt_scores, sequence.request.sampling
     assert scores is not None
-    first = sequence.cached + 1
-    tokens = torch.tensor(sequence.request.prompt[first : first + len(hidden)], dtype=torch.int64)
-    states = hidden[: len(tokens)]
-    for part, wanted in zip(states.split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True):
-        logits = head_logits(policy, part)
+    del scores[first:]
+    tokens = torch.tensor(sequence.request.prompt[first + 1 : first + 1 + len(hidden)])
+    for start in range(0, len(tokens), SCORED_ROWS):
+        wanted = tokens[start : start + SCORED_ROWS]
+        logits = head(hidden[start : start + len(wanted)])
         scores += _scores(
             logits, wanted.to(logits.device), asked.temperature, asked.prompt_logprobs
         )
@@ -37,8 +40,6 @@ def score_prompt(policy: DecoderWeights, sequence: RunningSequence, hidden: Tens
 
 def _scores(logits: Tensor, tokens: Tensor, temperature: float, count: int) -> list[PromptScore]:
     """Of tokens int64 [n] under logits [n, V], with `count` alternatives each."""
-    if not len(tokens):
-        return []
     temperatures = torch.full((len(tokens),), temperature, device=logits.device)
     logprobs = behavior_logprobs(logits, temperatures)
     chosen = logprobs.gather(1, tokens[:, None])
