@@ -291,7 +291,8 @@ def _arms(records: Sequence[StepRecord]) -> str:
         return [rounds.get(arm, 0) / sum(rounds.values()) for arm in names]
 
     columns = _by_step([record for record in records if sum(record.arm_rounds.values())], shares)
-    colors = ["c7" if name == "off" else f"c{i % 7}" for i, name in enumerate(names)]
+    drafting = [name for name in names if name != "off"]  # in the colours of acceptance by arm
+    colors = ["c7" if name == "off" else f"c{drafting.index(name)}" for name in names]
     return stacked_columns(names, columns, colors=colors, y_label="share of rounds")
 
 
