@@ -1,5 +1,5 @@
-"""What docs/api.md promises beyond OpenAI's fields, over HTTP with the embedded engine; log-probs of
-prompts against transformers.
+"""What docs/api.md promises beyond OpenAI's fields, over HTTP with both engines; log-probs of prompts
+against transformers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)],
+)
+async def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
     model_dir = tiny_model(tmp_path_factory.mktemp("extras") / "beside")
-    engine = {"kind": "embedded", "max_sequence_tokens": 128}
+    engine = {"kind": request.param, "max_sequence_tokens": 128}
     async with serving(model_dir, {}, model=str(POLICY_MODEL), engine=engine) as one:
         yield one
 

@@ -91,12 +91,13 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
 def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, Any]:
     """Arguments of SGLang's server; `spec.arguments` adds to them and overrides them."""
     context = read_config_json(Path(spec.model_dir))["max_position_embeddings"]
+    wanted = spec.max_sequence_tokens + CONTEXT_MARGIN + drafts_reserved(spec)
     port, nccl_port = free_ports(2)
     values: dict[str, Any] = {
         "model_path": spec.model_dir,
         "skip_tokenizer_init": True,
         "dtype": spec.dtype,
-        "context_length": min(spec.max_sequence_tokens + CONTEXT_MARGIN, context),
+        "context_length": min(wanted, context),
         "max_running_requests": spec.max_batch,
         "chunked_prefill_size": spec.prefill_tokens,
         "tp_size": spec.tensor_parallel_size,
@@ -131,6 +132,14 @@ def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
         "max_total_tokens": spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
         **dict.fromkeys((*backends, "speculative_draft_attention_backend"), "intel_amx"),
     }
+
+
+def drafts_reserved(spec: SGLangSpec) -> int:
+    """Positions behind a request's tokens that SGLang takes for the drafts of two rounds. Its table
+    of slots has rows for less, and what is written past one lands in the next request's.
+    """
+    shape = ArmChooser(spec.arm_names, spec.bandit, spec.seed).maximum
+    return 2 * max(shape.steps * shape.topk, shape.draft_tokens)
 
 
 def speculation(spec: SGLangSpec) -> dict[str, Any]:

@@ -75,6 +75,12 @@ def test_the_launch_covers_every_arm_and_own_arguments_win() -> None:
     )
 
 
+def test_there_is_room_for_the_drafts_of_two_rounds_behind_the_longest_request() -> None:
+    served = spec(drafter="eagle", arms=("off", "eagle:5_4_16"), max_sequence_tokens=256)
+    values = host.arguments(served, worker_index=0, cuda=False)
+    assert values["context_length"] >= 256 + 2 * 5 * 4
+
+
 def test_workers_of_one_gateway_take_gpus_side_by_side() -> None:
     served = spec(drafter="ngram", tensor_parallel_size=2, memory_saver=True)
     values = host.arguments(served, worker_index=3, cuda=True)

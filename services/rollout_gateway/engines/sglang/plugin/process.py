@@ -107,6 +107,7 @@ class Plugin:
 
     def start(self, scheduler: Any) -> None:
         """The model is loaded and the event loop is about to begin: say that we serve."""
+        from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
         from sglang.srt.runtime_context import get_parallel
 
         check_hooks(self.targets)
@@ -119,7 +120,8 @@ class Plugin:
             self.ring = RowRing.attach(Path(self.worker.ring_path))
         self.weights = PluginWeights(self.spec)
         config = read_config(Path(self.spec.model_dir), experts=True)
-        longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len)
+        room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
+        longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len, room)
         self.admission = Admission.of_model(config, Path(self.spec.model_dir), longest)
         self.grammars = TreeGrammars(config, Path(self.spec.model_dir), self.rank, self.tp_group)
         capture.start(self)
