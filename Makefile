@@ -15,7 +15,7 @@ release: setup ; @$(BIN)/python .ci/release $(VERSION)  ## turn what is unreleas
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, size budgets
 test: setup ; @.ci/test  ## every test but the slow ones
-test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts -m sglang  ## tests over the real SGLang, on the CPU
+test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts tests/integration/gateway -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
 network: setup ; @$(BIN)/python -m pytest -m network  ## runs over hosts that are killed, cut off, slow; needs root
 mutants: setup ; @$(BIN)/python .ci/mutants  ## change the code a little, a sample of 12 a target: do tests notice? MUTANTS=n|all
