@@ -124,7 +124,7 @@ class _ClusterRun:
             except ConfigError:
                 if asyncio.get_running_loop().time() >= end:
                     raise
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(1.0)  # Ray tells nobody of a node that joins
 
     async def reserve(self) -> None:
         """Takes the slots of all pools. Raises DeadlineExceeded while others have them."""

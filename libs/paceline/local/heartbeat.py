@@ -30,7 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.config.shared import RunConfig
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
-from paceline.local.processes import HEARTBEAT_VARIABLE
+from paceline.local.processes import HEARTBEAT_VARIABLE, stopped
 
 LIMIT_S = RunConfig().heartbeat_s
 """Seconds of silence that a child may keep, unless set."""
@@ -154,12 +154,7 @@ def _peer(file: int) -> int:
 
 def _may_answer(process: int) -> bool:
     """Whether it is there and nobody has stopped it, as far as is known."""
-    if process == _UNKNOWN:
-        return True
-    try:
-        return psutil.Process(process).status() not in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
-    except psutil.NoSuchProcess:
-        return False
+    return process == _UNKNOWN or (psutil.pid_exists(process) and not stopped([process]))
 
 
 def answer_beats() -> None:
