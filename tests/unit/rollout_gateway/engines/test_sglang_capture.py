@@ -47,6 +47,7 @@ class FakePlugin:
         self.rows_invalid = 0
         self.rank = 0
         self.spec: Any = None
+        self.batch: Any = None  # none is being run, so no prompt is scored
         self.scheduler: Any = None
         self.requests: dict[str, Any] = {}
 
