@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.models.products import linear
+from paceline.models.products import added, linear
 from paceline.training.shards import local_of, local_rows
 
 MOMENTUM = "exp_avg"
@@ -37,15 +37,23 @@ _SMALLEST = 1e-7
 def orthogonalised(matrix: Tensor, iterations: int) -> Tensor:
     """About U V^T of matrix = U S V^T, [M, N] in its own dtype, by Newton-Schulz iterations
 
-    X <- a X + (b X X^T + c (X X^T)^2) X, from X = matrix / |matrix|, over the shorter side.
+    X <- (a + b G + c G^2) X with G = X X^T, from X = matrix / |matrix|, over the shorter side.
+
+    All their factors are polynomials of the first G, so they commute: G <- F G F follows without
+    X, which is met twice in all, where it is long.
     """
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
-    found = (wide / wide.norm().clamp(min=_SMALLEST)).contiguous()
-    for _ in range(iterations):
-        gram = linear(found, found)
-        mixed = gram.mul(b).add_(linear(gram, gram), alpha=c)  # symmetric, like gram
-        found = found.mul(a).add_(linear(mixed, found.t()))
+    scaled = (wide / wide.norm().clamp(min=_SMALLEST)).contiguous()
+    gram = linear(scaled, scaled)
+    turn: Tensor | None = None
+    for number in range(iterations):  # the products are of symmetric matrices, and symmetric
+        factor = added(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal().add_(a)
+        turn = factor if turn is None else linear(factor, turn)
+        if number + 1 < iterations:
+            gram = linear(linear(factor, gram), factor)
+    found = scaled if turn is None else linear(turn, scaled.t())
     return found if wide is matrix else found.t()
 
 
