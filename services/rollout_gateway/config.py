@@ -198,6 +198,8 @@ class ToolServerConfig(Config):
     """Environment of the program, besides PATH, HOME and their like."""
     url: str = ""
     """Or where the server listens (streamable HTTP)."""
+    token_env: str = ""
+    """Environment variable with the bearer token that the server at a url asks for."""
     tools: tuple[str, ...] = ()
     """Those of its tools that are offered; empty: all."""
     deadline_s: float = Field(default=30, gt=0)
@@ -212,6 +214,8 @@ class ToolServerConfig(Config):
     def _one_place(self) -> Self:
         if bool(self.command) == bool(self.url):
             raise ValueError("a tool server has a command or a url")
+        if self.command and self.token_env:
+            raise ValueError("a token is sent to a url; a command takes env")
         return self
 
 

@@ -8,7 +8,9 @@ next call tries it again. It needs the extra `mcp`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -111,21 +113,27 @@ class ToolServer:
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         """Owns the connection to its end, because the library begins and ends it in one task."""
         try:
-            async with self._transport() as client:
+            async with self._connection() as client:
                 ready.set_result(client)
                 await self._over.wait()
         except Exception as error:  # noqa: BLE001  # of a command or an address of the user's
             if ready.done():
                 log.warning("a tool server was lost", server=self._name, error=repr(error))
                 return
+            if isinstance(error, ConfigError):
+                ready.set_exception(error)
+                return
             fault = ConfigError if self._client is None else Unavailable
             message = f"the tool server {self._name} cannot be used: {_first(error)}"
             ready.set_exception(fault(message, seen=self._config.place))
 
-    def _transport(self) -> Any:
-        """Raises ConfigError without the library."""
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        """Raises ConfigError without the library, and without the token that is named."""
         try:
+            from httpx2 import AsyncClient  # what the library speaks HTTP by
             from mcp import Client, StdioServerParameters
+            from mcp.client.streamable_http import streamable_http_client
         except ImportError as error:
             raise ConfigError(
                 "tool servers need the library mcp",
@@ -133,9 +141,28 @@ class ToolServer:
                 allowed="pip install 'paceline[mcp]'",
             ) from error
         if self._config.url:
-            return Client(self._config.url)
+            async with (
+                AsyncClient(headers=self._headers(), timeout=None) as http,  # ours are shorter
+                Client(streamable_http_client(self._config.url, http_client=http)) as client,
+            ):
+                yield client
+            return
         command, *words = self._config.command
-        return Client(StdioServerParameters(command=command, args=words, env=self._config.env))
+        parameters = StdioServerParameters(command=command, args=words, env=self._config.env)
+        async with Client(parameters) as client:
+            yield client
+
+    def _headers(self) -> dict[str, str]:
+        variable = self._config.token_env
+        if not variable:
+            return {}
+        if not (token := os.environ.get(variable, "")):
+            raise ConfigError(
+                f"gateway.tool_servers.{self._name}.token_env",
+                seen=f"{variable} is not set",
+                allowed="a variable with the server's token",
+            )
+        return {"Authorization": f"Bearer {token}"}
 
     def _deadline(self, what: str) -> _Deadline:
         return _Deadline(self._config.deadline_s, f"the tool server {self._name} {what} in time")

@@ -28,6 +28,7 @@ SERVER = """
 import os
 import sys
 
+import uvicorn
 from mcp.server import MCPServer
 from mcp.shared.exceptions import MCPError
 
@@ -52,7 +53,22 @@ def leave() -> str:
     os._exit(3)
 
 
-if len(sys.argv) > 1:
+def guarded(app, token):
+    async def serve(scope, receive, send):
+        given = dict(scope.get("headers", ())).get(b"authorization", b"").decode()
+        if scope["type"] == "http" and given != f"Bearer {token}":
+            await send({"type": "http.response.start", "status": 401})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await app(scope, receive, send)
+
+    return serve
+
+
+if len(sys.argv) > 2:
+    app = guarded(server.streamable_http_app(), sys.argv[2])
+    uvicorn.run(app, port=int(sys.argv[1]))
+elif len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
 else:
     server.run()
@@ -70,11 +86,11 @@ class Shop:
         self._file = file
         self._opened: list[Toolbox] = []
 
-    async def begin(self) -> None:
-        """Serve over HTTP, at the same place each time."""
+    async def begin(self, *token: str) -> None:
+        """Serve over HTTP, at the same place each time, whoever has the token."""
         if self.transport == "streams":
             return
-        command = (sys.executable, str(self._file), str(self.port))
+        command = (sys.executable, str(self._file), str(self.port), *token)
         self.process = await asyncio.create_subprocess_exec(
             *command, stdout=DEVNULL, stderr=DEVNULL
         )
@@ -267,6 +283,23 @@ async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_aske
 def test_a_server_is_a_command_or_a_url(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a command or a url"):
         ToolServerConfig.model_validate(settings)
+    with pytest.raises(ValueError, match="a token is sent to a url"):
+        ToolServerConfig(command=("shop",), token_env="TOKEN")
+
+
+async def test_a_server_that_asks_for_a_token_gets_it_from_the_environment(
+    place: Callable[[str], Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded = place("http")
+    await guarded.begin("secret")
+    with pytest.raises(ConfigError, match="the tool server shop cannot be used: MCPError"):
+        await guarded.toolbox().tools()
+    with pytest.raises(ConfigError, match="token_env; seen: SHOP_TOKEN is not set"):
+        await guarded.toolbox(token_env="SHOP_TOKEN").tools()
+
+    monkeypatch.setenv("SHOP_TOKEN", "secret")
+    toolbox = guarded.toolbox(token_env="SHOP_TOKEN")
+    assert {"price", "weigh"} <= set(await toolbox.tools())
 
 
 async def test_without_the_library_a_server_says_what_to_install(
