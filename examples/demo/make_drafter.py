@@ -33,8 +33,7 @@ from paceline.trajectory import SpeculationStats, request_seed
 HERE = Path(__file__).parent
 MAX_TOKENS, CONTEXT, TASKS_AT_ONCE, PROBES = 380, 400, 128, 64
 PROBE_ARM, PROBE_SEED = "eagle:5_1_6", 20_000
-LEARNING = ("--lr", "5e-3", "--warmup-steps", "20", "--heldout-share", "0.02")
-OPTIMIZER = ("--optimizer", "adamw", "--average", "0")
+LEARNING = ("--lr", "2.5e-3", "--warmup-steps", "20", "--heldout-share", "0.02")
 
 
 def build_engine(options: argparse.Namespace, drafter: str, *arms: str) -> Engine:
@@ -89,7 +88,7 @@ def train(options: argparse.Namespace, data: Path, out: Path) -> Path:
     command = (sys.executable, "-m", "paceline.cli.main", "train-drafter")
     often = ("--eval-every", "500", "--save-every", "100000", "--log-every", "100")
     seed = ("--seed", str(options.seed))
-    subprocess.run((*command, *places, *sizes, *LEARNING, *OPTIMIZER, *often, *seed), check=True)
+    subprocess.run((*command, *places, *sizes, *LEARNING, *often, *seed), check=True)
     return out / "checkpoint" / "speculator"
 
 
