@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from paceline.config import Config
-from paceline.plugins import OWN
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"
@@ -201,17 +200,13 @@ class DecoupledConfig(GroupedConfig):
     correction: CorrectionConfig = CorrectionConfig(weight="token", cap=5.0)
 
 
-def _import_path(name: str) -> str:
-    if ":" not in name:
-        raise ValueError(f"no such algorithm; seen: {name}; allowed: {', '.join(_TAGS)}; or {OWN}")
-    return name
-
-
 class OwnConfig(GroupedConfig):
     """Of an algorithm without a class here."""
 
-    name: Annotated[str, AfterValidator(_import_path)]
-    """Your own class: `package.module:Class` or `path/to/file.py:Class`."""
+    name: str
+    """Its name in algorithms/__init__.py, or your own class: `package.module:Class` or
+    `path/to/file.py:Class`.
+    """
     options: dict[str, float | int | bool | str] = Field(default={})
     """Its settings."""
 

@@ -14,6 +14,7 @@ from paceline.models.config import check_model
 from paceline.ranks.messages import Saved
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, check_run
 from paceline.rpc.progress import add_progress
+from paceline.services.policy_trainer.algorithms import check_algorithm
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.driver import PolicyDriver
 from paceline.services.policy_trainer.hosts import check_hosts
@@ -123,6 +124,7 @@ def require_fresh(root: Path, *, resume: bool) -> None:
 async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
     check_model(Path(config.model))
+    check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)
     check_hosts(config)
     server = Server(config.addresses.policy_trainer, config.security)

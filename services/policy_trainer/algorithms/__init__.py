@@ -28,6 +28,12 @@ ALGORITHMS = {
 }
 
 
+def check_algorithm(name: str) -> None:
+    """Raises ConfigError for a name that is neither in the table nor an import path."""
+    if ":" not in name:
+        find_variant(name, ALGORITHMS, "algorithm")
+
+
 def build_algorithm(config: AnyAlgorithm) -> Algorithm:
     """The algorithm of a name or an import path, built from its settings. Raises ConfigError."""
     found = find_variant(config.name, ALGORITHMS, "algorithm")

@@ -232,11 +232,6 @@ def test_the_gateway_of_a_run_writes_trajectories_without_being_told(tmp_path: P
         planned("gateway.trajectories=false")
 
 
-def test_an_algorithm_that_there_is_not_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="no such algorithm; seen: grp; allowed: grpo"):
-        planned("policy_trainer.algorithm.name=grp")
-
-
 def test_the_trainer_takes_what_the_coordinator_lets_grow_old_on_the_slots_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

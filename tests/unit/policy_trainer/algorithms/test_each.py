@@ -13,7 +13,7 @@ from typing import Any
 import policy_by_hand as by_hand
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 import paceline.services.policy_trainer.algorithms as table
 from paceline.errors import ConfigError
@@ -237,7 +237,7 @@ def test_a_class_of_ones_own_gets_its_options(tmp_path: Path) -> None:
     assert torch.equal(doubled.advantages(SESSIONS), 2 * built("grpo").advantages(SESSIONS))
     with pytest.raises(ConfigError, match="algorithm cannot be imported"):
         built(f"{own}:Tripled")
-    with pytest.raises(ValidationError, match="no such algorithm; seen: grp; allowed: grpo"):
+    with pytest.raises(ConfigError, match=r"no such algorithm; seen: .?grp.?; allowed: .*grpo"):
         built("grp")
 
 
