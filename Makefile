@@ -22,7 +22,7 @@ mutants: setup ; @$(BIN)/python .ci/mutants  ## change the code a little, a samp
 chaos: setup ; @$(BIN)/python -m benchmarks.chaos --faults $(or $(FAULTS),50) --seed $(or $(SEED),0) --out $(or $(OUT),runs/chaos.json)  ## 50 faults in a whole run: is anything lost? FAULTS=n SEED=n OUT=file
 attack: setup ; @$(BIN)/python -m pytest -m attack  ## tests that attack running services
 corrupt: setup ; @$(BIN)/python -m pytest -m corrupt  ## tests that corrupt files and numbers
-fuzz: setup ; @PACELINE_FUZZ_S=$${PACELINE_FUZZ_S:-60} $(BIN)/python -m pytest -m fuzz --timeout=600  ## noise for every decoder, 60 s each
+fuzz: setup ; @PACELINE_FUZZ_S=$${PACELINE_FUZZ_S:-60} $(BIN)/python -m pytest -m fuzz --timeout=600  ## noise for every decoder, 60 s each, and more orders of events
 demo: setup ; @$(BIN)/paceline demo  ## train a policy and its drafter from start to report (minutes on 2 cores)
 up: setup ; @$(BIN)/paceline up --config $(or $(CONFIG),examples/demo/demo.toml)  ## start and supervise all services; CONFIG=file
 bench: setup ; @$(BIN)/paceline bench $(or $(NAME),transport)  ## run a benchmark; NAME=list names them

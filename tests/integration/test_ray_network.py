@@ -183,7 +183,6 @@ def test_a_node_of_trainers_that_is_killed_in_a_phase_costs_nothing(
     judge_run(tmp_path, batches)
 
 
-@pytest.mark.slow
 def test_a_run_outlives_a_partition_of_ten_seconds(
     net: Network, tmp_path: Path, batches: list[list[str]]
 ) -> None:

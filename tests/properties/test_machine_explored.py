@@ -274,6 +274,7 @@ def test_no_order_of_events_and_faults_breaks_a_rule_or_stops_a_run(
 
 
 @pytest.mark.slow
+@pytest.mark.fuzz
 def test_nor_does_any_order_with_more_faults_or_more_groups(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -182,7 +182,7 @@ def test_an_exported_eagle_accepts_in_each_round_what_the_native_one_does(
 ) -> None:
     answers, rounds = served_rounds(eagle.served, arm, prompts, temperature)
     assert rounds == own_rounds(eagle.native, arm, prompts, answers, temperature)
-    assert accept_length(rounds) > 2.2
+    assert accept_length(rounds) > 1.7
 
 
 def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_branches_see(
