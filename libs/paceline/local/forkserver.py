@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -156,7 +157,10 @@ class _Server:
     def _forked(self, connection: _Connection) -> bool:
         """Forks; whether this is the fork."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _OWN)  # until the fork's own handlers are set
-        connection.pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads: libraries began them, and no fork uses theirs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            connection.pid = os.fork()
         if not connection.pid:
             self._leave(connection)
             return True

@@ -102,8 +102,9 @@ def mark() -> Iterator[str]:
 async def test_a_normal_program_runs(any_kind: Sandbox) -> None:
     code = """
         import collections, dataclasses, fractions, hashlib, itertools, json, math, os, random, re, subprocess, sys
-        import tempfile, threading
+        import tempfile, threading, warnings
         import helper
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks beside threads
 
         @dataclasses.dataclass
         class Point:
