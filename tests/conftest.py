@@ -60,6 +60,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+LONGEST_S = 900.0
+"""However busy the machine, a test waits no longer unless it asks for it: one that hangs must not
+hold back all others.
+"""
+
+
 def timeout_of(item: pytest.Item) -> float:
     """Seconds that a test may take on a quiet machine."""
     marked = item.get_closest_marker("timeout")
@@ -77,7 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test's timeout follows the machine, as the deadlines within it do."""
-    item.add_marker(pytest.mark.timeout(patient(timeout_of(item))), append=False)
+    quiet_s = timeout_of(item)
+    allowed_s = min(patient(quiet_s), max(quiet_s, LONGEST_S))
+    item.add_marker(pytest.mark.timeout(allowed_s), append=False)
     return (yield)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class Served:
         self.kept = self.client.rows = Kept()
         self.spec = spec
         self._numbers = 0
+        self._emitted = 0  # tokens when something was last sent
         self._done: dict[int, list[Chunk]] = {}
 
     def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[int]:
@@ -107,6 +109,7 @@ class Served:
             )
             for i, prompt in enumerate(prompts)
         ]
+        self._emitted = self.health().tokens_emitted
         self.client.send(enqueue=pb.EnqueueRequests(requests=messages))
         return list(range(first, self._numbers))
 
@@ -136,10 +139,12 @@ class Served:
         return self.client.ask(get_health=pb.GetHealth()).health
 
     def rounds(self, count: int) -> None:
-        """Until so many more tokens have been emitted."""
-        wanted = self.health().tokens_emitted + count
-        while self.health().tokens_emitted < wanted:
-            pass
+        """Until so many tokens have been emitted since the last requests were sent; they may have
+        ended by then. Raises AssertionError where they never come.
+        """
+        until = time.monotonic() + patient(60)
+        while self.health().tokens_emitted < self._emitted + count:
+            assert time.monotonic() < until, f"{self.health().tokens_emitted - self._emitted} came"
 
 
 def said(chunks: Sequence[Chunk]) -> list[int]:

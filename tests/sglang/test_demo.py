@@ -10,7 +10,7 @@ from demo_runs import SMALL, demo, left_over
 
 from paceline.local.patience import patient
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 STEPS = 3
 LEARNING = (
     "gateway.features.share=1.0",
