@@ -34,6 +34,8 @@ from paceline.speculators.layer.drafter import LayerDrafter
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"
 NEW_TOKENS, PROMPTS, LIMIT = 48, 16, 256
+TREES = 48
+"""Prompts of the test of deep trees: branches show in a quarter of the answers."""
 CONVERSATIONS = 256
 LEARNING = {
     "steps": 50,
@@ -181,12 +183,12 @@ def test_an_exported_eagle_accepts_in_each_round_what_the_native_one_does(
     eagle: Pair, prompts: list[list[int]], arm: str, temperature: float
 ) -> None:
     answers, rounds = served_rounds(eagle.served, arm, prompts, temperature)
-    assert rounds == own_rounds(eagle.native, arm, prompts, answers, temperature)
+    assert apart(rounds, own_rounds(eagle.native, arm, prompts, answers, temperature)) <= ties(arm)
     assert accept_length(rounds) > 1.7
 
 
 def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_branches_see(
-    eagle: Pair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    eagle: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang hands a node its parent's features, but leaves the branch's keys as they are
     (select_top_k_tokens).
@@ -194,7 +196,7 @@ def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_bran
     So a node that went over to another branch attends to its own branch's earlier nodes, not to its
     ancestors.
     """
-    arm = "eagle:6_4_24"
+    arm, prompts = "eagle:6_4_24", questions("tasks_heldout.jsonl", TREES)
     answers, rounds = served_rounds(eagle.served, arm, prompts, 1.0)
     own = own_rounds(eagle.native, arm, prompts, answers, 1.0)
     assert accept_length(rounds) == pytest.approx(accept_length(own), rel=0.05)
@@ -209,14 +211,22 @@ def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_bran
         return block_of(self, batch, bases, beam, own_branch.expand(seen.shape))
 
     monkeypatch.setattr(LayerDrafter, "_beam_block", branches)
-    assert apart(rounds, own_rounds(eagle.native, arm, prompts, answers, 1.0)) <= 1
+    assert (
+        apart(rounds, own_rounds(eagle.native, arm, prompts, answers, 1.0))
+        <= ties(arm) * TREES // 16
+    )
 
 
 def apart(rounds: list[list[int]], others: list[list[int]]) -> int:
-    """Answers that were drafted otherwise. One may be: of two nodes as likely as each other but for
+    """Answers that were drafted otherwise."""
+    return sum(one != other for one, other in zip(rounds, others, strict=True))
+
+
+def ties(arm: str) -> int:
+    """How many of 16 answers may be drafted otherwise: of two nodes as likely as each other but for
     the last bit, which differs between batch shapes and machines, a tree keeps one.
     """
-    return sum(one != other for one, other in zip(rounds, others, strict=True))
+    return 0 if arm.split("_")[1] == "1" else 1
 
 
 def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_says(
@@ -289,7 +299,7 @@ def test_an_exported_eagle3_of_few_tokens_accepts_in_each_round_what_the_native_
     assert len(d2t) == 12
     assert len(d2t.unique()) > 1
     answers, rounds = served_rounds(narrow.served, arm, prompts, temperature)
-    assert rounds == own_rounds(narrow.native, arm, prompts, answers, temperature)
+    assert apart(rounds, own_rounds(narrow.native, arm, prompts, answers, temperature)) <= ties(arm)
     assert accept_length(rounds) > TRAINED
 
 
