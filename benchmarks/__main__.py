@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 import sys
+from collections.abc import Awaitable
 from importlib import import_module
 from pathlib import Path
 
 import uvloop
 
+from benchmarks.result import BenchResult
 from paceline.errors import NotFound, PacelineError
 
 BENCHES = {
@@ -92,7 +96,9 @@ def main() -> None:
         sys.stderr.write(f"bench {name}: {error}\n")
         raise SystemExit(2 if isinstance(error, NotFound) else 1) from error
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(128 + signal.SIGINT) from None
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def run(name: str, words: list[str]) -> None:
@@ -108,10 +114,18 @@ def run(name: str, words: list[str]) -> None:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     module.add_arguments(parser)
     options = parser.parse_args(words)
-    result = uvloop.run(module.run(options))
+    result = uvloop.run(_until_told(module.run(options)))
     result.print()
     if options.json is not None:
         result.write_json(options.json)
+
+
+async def _until_told(work: Awaitable[BenchResult]) -> BenchResult:
+    """SIGTERM cancels it as Ctrl-C does, so that it leaves none of its runs."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
 
 
 if __name__ == "__main__":

@@ -251,6 +251,8 @@ def choices(state: State) -> Iterator[Event]:
     """What an operator may ask for."""
     yield events.DrafterChosen(0.0, None, lasting=True)
     yield events.DrafterUnpinned(0.0)
+    for profile in state.settings.profiles:
+        yield events.ProfileChosen(0.0, "" if state.versions.profile else profile)
     if state.previous_drafter is not None:
         yield events.DrafterChosen(0.0, None, lasting=False)
         yield events.DrafterChosen(0.0, state.previous_drafter, lasting=True)
@@ -371,7 +373,8 @@ def key(world: World) -> tuple[object, ...]:
         *(state.versions.policy, drafter[state.versions.drafter], drafter[state.promoted]),
         *(drafter[state.previous_drafter], state.rollback, state.prepared, state.evaluations),
         state.pin and (drafter[state.pin.version], state.pin.lasting),
-        committing and (committing.policy, drafter[committing.drafter]),
+        committing and (committing.policy, drafter[committing.drafter], committing.profile),
+        *(state.versions.profile, state.profile),
         *(state.drafter_benched, state.lost, state.failed_phase),
         *(state.settings.total_steps, world.faults, state.paused, world.pauses),
         tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),

@@ -334,16 +334,19 @@ class RemoteEngine:
         self._client.ask(**{"continue": pb.ContinueGeneration()})
         self._paused = False
 
-    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
+    def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
         self._client.ask(
             prepare_weights=pb.PrepareWeights(
-                target=_TARGETS[target], version=version, path=str(path)
+                target=_TARGETS[target], version=version, path=str(path), profile=profile
             )
         )
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         shifted = tpb.VersionSet(
-            seq=self._base + versions.seq, policy=versions.policy, drafter=versions.drafter
+            seq=self._base + versions.seq,
+            policy=versions.policy,
+            drafter=versions.drafter,
+            profile=versions.profile,
         )
         self._client.ask(commit_weights=pb.CommitWeights(versions=shifted, mode=_MODES[mode]))
         return self._ended() if mode is PauseMode.ABORT else []

@@ -37,14 +37,15 @@ class Target(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class VersionSet:
-    """Weights that serve together; only seq is monotone."""
+    """What serves together; only seq is monotone."""
 
     seq: int = 0
     policy: int = 0
     drafter: int = 0
+    profile: str = ""  # that the policy is rounded to (models/profiles.py); "": not rounded
 
     def __str__(self) -> str:
-        return f"p{self.policy}.d{self.drafter}"
+        return f"p{self.policy}.d{self.drafter}" + (f".{self.profile}" if self.profile else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,6 @@ ARM_PATH, NUMBERS_PATH = "arm=", "numbers="
 """Names of the ways by which a token may have come, in an audit; the last two go before a name. See
 proto AuditVerdict.
 """
-
 
 Span = TypeVar("Span", VersionSpan, DrawSpan)
 

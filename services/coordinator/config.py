@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.models.profiles import ROUNDED
 from paceline.services.coordinator.machine.settings import (
     CommitMode,
     Placement,
@@ -21,6 +22,12 @@ EXTERNAL = "external"
 """Environment whose tasks are run by agents from outside."""
 AGENT = "agent"
 """Reward that the agent posts itself."""
+
+
+def _rounded(values: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := [one for one in values if one not in ROUNDED]:
+        raise ValueError(f"no such profile: {unknown[0]}; allowed: {', '.join(ROUNDED)}")
+    return values
 
 
 class Scoring(NamedTuple):
@@ -160,6 +167,10 @@ class CoordinatorConfig(ServiceConfig):
     """What becomes of requests that run when a set is committed: they go on, with their keys and
     values (in_place) or new ones (retract), or are ended and go on from
     their tokens with new ones (abort).
+    """
+    profiles: Annotated[tuple[str, ...], AfterValidator(_rounded)] = ()
+    """Profiles that an operator may have the policy rounded to while the run goes on (`paceline
+    use-profile`), besides the one of the start and none.
     """
     max_groups_in_flight: int = Field(default=0, ge=0)
     """Groups that are rolled out at once, in fully_async; 0: as many as max_policy_lag allows."""
@@ -366,6 +377,7 @@ class CoordinatorConfig(ServiceConfig):
             samples_per_group=self.samples_per_task,
             max_groups_in_flight=self.max_groups_in_flight,
             dynamic_sampling_rounds=self.dynamic_sampling_rounds,
+            profiles=self.profiles,
         )
 
 

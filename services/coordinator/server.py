@@ -18,7 +18,7 @@ from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.journal.facts import all_slots
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.choice import Choice, objection
+from paceline.services.coordinator.machine.choice import Choice, due_profile, objection
 from paceline.services.coordinator.machine.state import Phase, State
 from paceline.services.coordinator.machine.step import LIVE
 from paceline.services.coordinator.runner import Runner
@@ -108,6 +108,16 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         """Takes a choice away. FailedPrecondition when no run goes on."""
         await self._choose(events.DrafterUnpinned(self._runner.now()))
         return pb.UnpinDrafterResponse(drafters=drafters_of(self._runner.transitions.state))
+
+    async def ChooseProfile(
+        self, request: pb.ChooseProfileRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Has policies rounded to a profile. FailedPrecondition naming what speaks against it."""
+        await self._choose(events.ProfileChosen(self._runner.now(), request.profile))
+        state = self._runner.transitions.state
+        return pb.ChooseProfileResponse(
+            serving=versions_to_proto(state.versions), next=due_profile(state)
+        )
 
     async def _choose_drafter(
         self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool

@@ -39,6 +39,7 @@ from paceline.services.rollout_gateway.features.publisher import (
     FeaturePublisher,
     Origin,
 )
+from paceline.services.rollout_gateway.open_spool import open_spool
 from paceline.services.rollout_gateway.place import ReplicaPlace
 from paceline.services.rollout_gateway.reward_pool.pool import reward_pool
 from paceline.services.rollout_gateway.reward_pool.sandbox import PooledSandbox
@@ -86,8 +87,8 @@ class Gateway:
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
         )
-        kind = SharedSpool if place else Spool
-        self.spool = kind(Path(spool), initial=initial_versions(config))
+        kind: type[Spool] = SharedSpool if place else Spool
+        self.spool = open_spool(kind, Path(spool), config)
         self.state = Path(place.state) if place else config.spool
         """Directory of what is remembered over a restart; None: nothing is."""
         durable, features = _clients(config)
@@ -294,15 +295,6 @@ def _clients(
     if not config.trajectories:
         return None, None
     return connect(config.redis.durable_url), connect(config.redis.features)
-
-
-def initial_versions(config: GatewayConfig) -> dict[int, Path]:
-    """Directories of the versions 0, where they have one."""
-    drafter = Path(config.drafter)
-    initial = {int(pb.WEIGHT_TARGET_POLICY): config.model_dir}
-    if drafter.is_dir() and (drafter / "config.json").is_file():
-        initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
-    return initial
 
 
 def _row_layout(config: GatewayConfig, settings: dict[str, Any]) -> RowLayout:

@@ -1007,19 +1007,26 @@ def test_what_is_in_quarantine_is_gone_without_and_no_token_changes(case: Case) 
     engine.quarantine(Withheld())  # an engine outlives a test
 
 
-def test_an_engine_that_cannot_serve_without_rounding_says_so_and_changes_nothing(
-    case: Case,
-) -> None:
+def test_an_engine_changes_to_a_profile_with_a_set_or_says_that_it_cannot(case: Case) -> None:
     engine = case.build(None)
-    if Capability.FULL_NUMBERS in engine.info.capabilities:
-        engine.quarantine(Withheld(rounding=True))
+    if Capability.PROFILES not in engine.info.capabilities:
+        with pytest.raises(MissingCapability, match="profiles"):
+            engine.prepare_weights(Target.POLICY, 1, case.weights, "fp8_channel")
+        assert engine.versions == VersionSet()
         return
-    with pytest.raises(MissingCapability, match="full_numbers"):
-        engine.quarantine(Withheld(arms=tuple(engine.info.arms), rounding=True))
-    arm = next(arm for arm in engine.info.arms if arm != "off")
-    engine.enqueue(replace(request(1), forced_arm=arm))
-    (chunks,) = drain(engine).values()
-    assert arm in {way.arm for one in chunks for way in one.draw_spans}
+    with pytest.raises(InvalidInput, match="no such profile; seen: int4"):
+        engine.prepare_weights(Target.POLICY, 1, case.weights, "int4")
+    engine.prepare_weights(Target.POLICY, 1, case.weights, "fp8_channel")
+    with pytest.raises(WeightsError, match="not prepared; seen: 1;"):
+        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    rounded = VersionSet(1, 1, 0, "fp8_channel")
+    engine.commit_weights(rounded, PauseMode.IN_PLACE)
+    assert engine.versions == rounded
+    engine.enqueue(request(1))
+    assert tokens_of(drain(engine)[1])
+    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    engine.commit_weights(VersionSet(2, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(2, 1, 0)
 
 
 def test_a_token_that_was_an_accepted_draft_is_marked_and_all_of_them_are_counted(

@@ -28,7 +28,7 @@ PAIRS: list[tuple[type[Any], type[Message]]] = [
 COUNTS = st.integers(1, 2**31)  # never the default of a field, so that one left out is seen
 
 
-TEXTS = {"arm", "number_format"}
+TEXTS = {"arm", "number_format", "profile"}
 
 
 def noun_of(cls: type[Any]) -> st.SearchStrategy[Any]:

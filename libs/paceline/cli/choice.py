@@ -1,4 +1,4 @@
-"""`paceline rollback`, `pin` and `unpin`: which drafter serves from the next commit on."""
+"""`paceline rollback`, `pin`, `unpin` and `use-profile`: what serves from the next commit on."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ async def choose_drafter(coordinator: Coordinator, request: Request, console: Co
             f"to keep it beyond the next step: paceline pin {answer.drafters.chosen}",
             highlight=False,
         )
+    return 0
+
+
+async def choose_profile(coordinator: Coordinator, profile: str, console: Console) -> int:
+    """Prints what the policy is rounded to, and from when on; 0. Raises as `choose_drafter` does,
+    also for a profile that the run may not change to.
+    """
+    request = pb.ChooseProfileRequest(profile=profile)
+    async with asked(coordinator, "ChooseProfile", request) as (_, answer):
+        serving, following = (one or "no profile" for one in (answer.serving.profile, answer.next))
+        line = f"p{answer.serving.policy} serves under {serving}"
+        if following != serving:
+            line += f"; {following} from p{answer.serving.policy + 1} on"
+        console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 

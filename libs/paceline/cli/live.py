@@ -18,6 +18,7 @@ from paceline.config import ServiceConfig
 from paceline.local.launch import ChildEvent
 from paceline.local.services import SERVICES
 from paceline.local.tokens import example_call
+from paceline.messages import versions_from_proto
 from paceline.report.journal import ACCURACY, PROBE, widest_pass
 from paceline.report.summary import Summary
 from paceline.v1.coordinator_pb2 import StepRecord
@@ -162,7 +163,7 @@ def step_line(record: StepRecord, total: int) -> str:
         f"acceptance {record.accept_length:.2f}" if record.accept_length else "no drafts",
         *_most_used_arm(record),
         f"drafter steps {record.drafter_steps}",
-        f"p{record.versions.policy}.d{record.versions.drafter}",
+        str(versions_from_proto(record.versions)),
         f"{record.step_s:.2f} s",
     ]
     shown = (ACCURACY, widest_pass(record.evaluations), PROBE)

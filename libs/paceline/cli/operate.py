@@ -88,6 +88,18 @@ def unpin(address: CoordinatorAddress = None, config: ConfigFiles = None) -> Non
     _choose(UnpinDrafterRequest(), address, config)
 
 
+def use_profile(
+    profile: Annotated[str, typer.Argument(help="one of coordinator.profiles, or none")],
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Round the policy to a profile (int8, fp8 ...), from the next one on."""
+    from paceline.cli.choice import choose_profile
+
+    name = "" if profile == "none" else profile
+    run_to_exit(choose_profile(_coordinator(address, config), name, Console()))
+
+
 def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
     from paceline.cli.choice import choose_drafter
 
@@ -110,4 +122,4 @@ def _coordinator(
         raise refused(error) from error
 
 
-COMMANDS = (status, stop, pause, resume, rollback, pin, unpin)
+COMMANDS = (status, stop, pause, resume, rollback, pin, unpin, use_profile)

@@ -76,7 +76,8 @@ def plan_run(
         if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
             apart = slots + coordinator.learner_slots
             _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
-    _check_correction(gateway, policy)
+    _check_profiles(gateway.engine, coordinator.profiles)
+    _check_correction(gateway, policy, coordinator.profiles)
     lines = _memory(found, ranks, gpus)
     chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
@@ -128,9 +129,19 @@ def _staleness(bound: int | None, lag: int) -> list[str]:
     return [f"policy_trainer.max_staleness={lag}"] if bound is None and lag else []
 
 
-def _check_correction(gateway: Any, policy: Any) -> None:
-    """Raises ConfigError where tokens are drawn with coarser numbers than they are trained with,
-    and nothing corrects for it: the policy then drifts until it collapses.
+def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
+    """Raises ConfigError where the engine cannot change to what an operator may choose."""
+    if profiles and engine.kind == "sglang":
+        raise ConfigError(
+            "SGLang rounds as it was started; unset coordinator.profiles",
+            seen=f"gateway.engine.kind={engine.kind}",
+            allowed="embedded",
+        )
+
+
+def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> None:
+    """Raises ConfigError where tokens are drawn with coarser numbers than they are trained with, or
+    may come to be, and nothing corrects for it: the policy then drifts until it collapses.
     """
     engine = gateway.engine
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
@@ -144,6 +155,8 @@ def _check_correction(gateway: Any, policy: Any) -> None:
     if rounded:
         drawn = "+".join(rounded.values())
         settings = [f"gateway.engine.{engine.kind}.{name}={one}" for name, one in rounded.items()]
+    elif profiles:
+        drawn, settings = "+".join(profiles), [f"coordinator.profiles={[*profiles]}"]
     elif policy.publish_dtype != "float32":
         drawn, settings = (
             policy.publish_dtype,

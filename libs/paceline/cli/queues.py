@@ -10,6 +10,7 @@ from paceline.cli.access import DEADLINE_S
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
 from paceline.local.redis import resolved
+from paceline.messages import versions_from_proto
 from paceline.rpc import channel, rpc_errors
 from paceline.streams import RedisStream, connect, run_key
 from paceline.v1.coordinator_pb2 import GetSnapshotRequest
@@ -56,7 +57,7 @@ async def _gateway(config: ServiceConfig) -> dict[str, str]:
         "requests waiting": str(sum(one.waiting for one in healths)),
         "open sessions": str(status.open_sessions),
         "unsent": f"{status.unsent_bytes / _MIB:.1f} MiB",
-        "serving": f"p{known.versions.policy}.d{known.versions.drafter}",
+        "serving": str(versions_from_proto(known.versions)),
         "pushed": ", ".join(pushed) or "none",
     }
 

@@ -13,6 +13,7 @@ from paceline.cli.choice import drafter_line
 from paceline.cli.doctor import counts_text
 from paceline.cli.live import away_line, step_line
 from paceline.cli.watch import enum_word
+from paceline.messages import versions_from_proto
 from paceline.rpc.progress import ask_progress
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -31,8 +32,7 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     console.print(
         f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
         f"phase [bold]{snapshot.phase}[/]  "
-        f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set "
-        f"{snapshot.versions.seq})"
+        f"serving {versions_from_proto(snapshot.versions)} (set {snapshot.versions.seq})"
     )
     if snapshot.paused:
         when = "" if snapshot.phase == "paused" else " when what is under way has ended"

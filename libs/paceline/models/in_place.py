@@ -36,7 +36,7 @@ from paceline.models.loading import (
     hash_head,
     stored_head,
 )
-from paceline.models.profiles import Profile
+from paceline.models.profiles import PROFILES, Profile, check_profile
 from paceline.models.quantised import QuantisedMatrix, as_matrix
 from paceline.models.records import ServedTensor, model_records
 
@@ -89,9 +89,9 @@ class ServedModel:
         """What is made of which tensors."""
         return tuple(model_records(self.config))
 
-    def unrounded(self) -> ServedModel:
-        """The same without a profile."""
-        return replace(self, profile=None)
+    def under(self, profile: str) -> ServedModel:
+        """The same under a profile; "": not rounded. Raises InvalidInput for another name."""
+        return replace(self, profile=PROFILES[check_profile(profile)] if profile else None)
 
     def load(self, path: Path) -> DecoderWeights:
         """A version in storages of its own.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import ModelConfig
 
 
@@ -71,6 +71,25 @@ FILE = ".json"
 """What a setting ends with that names a file of `paceline profile`."""
 
 
+def check_profile(name: str) -> str:
+    """The profile of a version set as it is; "": not rounded. Raises InvalidInput for another."""
+    if name and name not in ROUNDED:
+        raise InvalidInput("no such profile", seen=name, allowed=f"'', {', '.join(ROUNDED)}")
+    return name
+
+
+def profile_name(value: str) -> str:
+    """The name that a setting comes to; a file is not checked beyond what it names. Raises
+    ConfigError.
+    """
+    if not check_profile_name(value).endswith(FILE):
+        return value
+    name = _read(Path(value)).get("profile")
+    if name not in ROUNDED:
+        raise ConfigError(f"{value} names no profile", seen=repr(name), allowed=", ".join(ROUNDED))
+    return str(name)
+
+
 def check_profile_name(value: str) -> str:
     """A setting as it is: "", a name, or a file. Raises ConfigError for another name."""
     if value and value not in ROUNDED and not value.endswith(FILE):
@@ -91,9 +110,7 @@ def chosen_profile(value: str, config: ModelConfig, start: Callable[[], str]) ->
     if not value.endswith(FILE):
         return PROFILES[value]
     found = _read(Path(value))
-    name, model = found.get("profile"), found.get("model")
-    if name not in ROUNDED:
-        raise ConfigError(f"{value} names no profile", seen=repr(name), allowed=", ".join(ROUNDED))
+    name, model = profile_name(value), found.get("model")
     if model != model_words(config):
         raise ConfigError(
             f"{value} is a profile of another model", seen=model, allowed=model_words(config)

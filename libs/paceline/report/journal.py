@@ -17,10 +17,12 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from redis.asyncio import Redis
 
 from paceline.errors import DataLoss
+from paceline.messages import versions_from_proto
 from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
 from paceline.streams.journal_line import unpack_entry
 from paceline.streams.journal_pages import journal_lines
 from paceline.trajectory import VersionSet
+from paceline.v1 import trajectory_pb2 as pb
 from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.whole_files import write_whole
 
@@ -187,7 +189,7 @@ class _Told:
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
             self.records[record.step] = record
         if event in ("RunStarted", "Committed"):
-            versions = VersionSet(**{name: int(n) for name, n in data["versions"].items()})
+            versions = versions_from_proto(ParseDict(data["versions"], pb.VersionSet()))
             if self.served[-1:] != [versions]:
                 self.served.append(versions)
         elif event == "EvaluationDone" and data.get("value") is not None:

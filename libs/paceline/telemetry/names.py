@@ -110,6 +110,7 @@ WORKERS = "rl.workers"
 SET_SEQ = "rl.version.seq"
 POLICY_VERSION = "rl.version.policy"
 DRAFTER_VERSION = "rl.version.drafter"
+PROFILE = "rl.version.profile"
 TARGET = "rl.weights.target"
 WEIGHTS_VERSION = "rl.weights.version"
 

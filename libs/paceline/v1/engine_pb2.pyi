@@ -135,14 +135,16 @@ class ContinueGeneration(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareWeights(_message.Message):
-    __slots__ = ("target", "version", "path")
+    __slots__ = ("target", "version", "path", "profile")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     target: WeightTarget
     version: int
     path: str
-    def __init__(self, target: _Optional[_Union[WeightTarget, str]] = ..., version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    profile: str
+    def __init__(self, target: _Optional[_Union[WeightTarget, str]] = ..., version: _Optional[int] = ..., path: _Optional[str] = ..., profile: _Optional[str] = ...) -> None: ...
 
 class CommitWeights(_message.Message):
     __slots__ = ("versions", "mode")
@@ -161,14 +163,12 @@ class AbortWeights(_message.Message):
     def __init__(self, target: _Optional[_Union[WeightTarget, str]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Quarantine(_message.Message):
-    __slots__ = ("arms", "reuse", "rounding")
+    __slots__ = ("arms", "reuse")
     ARMS_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
-    ROUNDING_FIELD_NUMBER: _ClassVar[int]
     arms: _containers.RepeatedScalarFieldContainer[str]
     reuse: bool
-    rounding: bool
-    def __init__(self, arms: _Optional[_Iterable[str]] = ..., reuse: _Optional[bool] = ..., rounding: _Optional[bool] = ...) -> None: ...
+    def __init__(self, arms: _Optional[_Iterable[str]] = ..., reuse: _Optional[bool] = ...) -> None: ...
 
 class SetSpeculation(_message.Message):
     __slots__ = ("forced_arm",)

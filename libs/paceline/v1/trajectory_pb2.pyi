@@ -42,14 +42,16 @@ class CommandContext(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_proof: _Optional[str] = ...) -> None: ...
 
 class VersionSet(_message.Message):
-    __slots__ = ("seq", "policy", "drafter")
+    __slots__ = ("seq", "policy", "drafter", "profile")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     seq: int
     policy: int
     drafter: int
-    def __init__(self, seq: _Optional[int] = ..., policy: _Optional[int] = ..., drafter: _Optional[int] = ...) -> None: ...
+    profile: str
+    def __init__(self, seq: _Optional[int] = ..., policy: _Optional[int] = ..., drafter: _Optional[int] = ..., profile: _Optional[str] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("start", "end", "policy_version")

@@ -79,7 +79,7 @@ class Reception:
     @property
     def serving(self) -> VersionSet:
         """Set being served; version 0 of everything before the first commit."""
-        return self._spool.serving or VersionSet()
+        return self._spool.serves
 
     async def prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         """The chunks still wanted of a version, whose buffer is there.

@@ -13,10 +13,15 @@ class SharedSpool(Spool):
     """Read only. What is committed is asked of the disk each time: the writer goes on beside it."""
 
     def __init__(
-        self, directory: Path, keep: int = 2, *, initial: Mapping[int, Path] | None = None
+        self,
+        directory: Path,
+        keep: int = 2,
+        *,
+        initial: Mapping[int, Path] | None = None,
+        profile: str = "",
     ) -> None:
         self._kept = keep
-        super().__init__(directory, keep, initial=initial)
+        super().__init__(directory, keep, initial=initial, profile=profile)
 
     def check(self, target: int, version: int) -> None:
         """See Spool.check."""

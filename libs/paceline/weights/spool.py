@@ -50,16 +50,23 @@ class Spool:
     """The last `keep` committed sets, the drafter that served before the newest one's, and what is
     prepared for the next.
 
-    `initial` names the directories of versions 0, which are never written here.
+    `initial` names the directories of versions 0, which are never written here, `profile` what the
+    policy is rounded to until a set says otherwise.
     """
 
     def __init__(
-        self, directory: Path, keep: int = 2, *, initial: Mapping[int, Path] | None = None
+        self,
+        directory: Path,
+        keep: int = 2,
+        *,
+        initial: Mapping[int, Path] | None = None,
+        profile: str = "",
     ) -> None:
         if keep < 1:
             raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
         self._directory = Path(directory)
         self._initial = dict(initial or {})
+        self._start = VersionSet(profile=profile)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._damaged: set[Part] = set()  # as the last check of each has it
@@ -70,6 +77,13 @@ class Spool:
     def serving(self) -> VersionSet | None:
         """Set committed last; None before the first commit, and while nobody knows it."""
         return self._sets.serving
+
+    @property
+    def serves(self) -> VersionSet:
+        """Set being served: what was there at the start before the first commit, and while nobody
+        knows it.
+        """
+        return self.serving or self._start
 
     @property
     def previous(self) -> VersionSet | None:

@@ -8,12 +8,16 @@ from paceline.services.coordinator.machine.commands import Quarantine
 from paceline.services.coordinator.machine.decision import Decision
 from paceline.services.coordinator.machine.events import PathsBeyondBound
 from paceline.services.coordinator.machine.state import State
+from paceline.trajectory import NUMBERS_PATH
 
 
 def quarantined(state: State, event: PathsBeyondBound) -> Decision:
-    """Paths are only ever added, in the order in which they were found; a known one is no news."""
+    """Paths are only ever added, in the order in which they were found; a known one is no news. Of
+    a profile, the next policy goes without it, whoever has chosen it.
+    """
     new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
     if not new:
         return Decision(state)
-    state = replace(state, quarantined=state.quarantined + new)
+    profile = None if NUMBERS_PATH + (state.profile or "") in new else state.profile
+    state = replace(state, quarantined=state.quarantined + new, profile=profile)
     return Decision(state, (Quarantine(state.step, event.epoch, state.quarantined),))

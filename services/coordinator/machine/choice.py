@@ -1,8 +1,8 @@
-"""Keeps what an operator chooses: whether the run pauses, and which drafter serves, by a pin until
-it is taken away, by a rollback for a step.
+"""Keeps what an operator chooses: whether the run pauses, which drafter serves, by a pin until it
+is taken away, by a rollback for a step, and which profile the policy is rounded to.
 
 A paused run rests when what is under way has ended. A drafter is served with the next commit; what
-the gate promotes meanwhile waits.
+the gate promotes meanwhile waits. A profile is served with the next policy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.decision import Decision, refused
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
+from paceline.trajectory import NUMBERS_PATH
 
 
 class Objection(NamedTuple):
@@ -23,7 +24,13 @@ class Objection(NamedTuple):
     allowed: str
 
 
-Choice = events.Paused | events.Continued | events.DrafterChosen | events.DrafterUnpinned
+Choice = (
+    events.Paused
+    | events.Continued
+    | events.DrafterChosen
+    | events.DrafterUnpinned
+    | events.ProfileChosen
+)
 
 
 def objection(state: State, event: Choice) -> Objection | None:
@@ -33,6 +40,8 @@ def objection(state: State, event: Choice) -> Objection | None:
             return _against_pause(state)
         case events.DrafterChosen():
             return _against_drafter(state, event)
+        case events.ProfileChosen():
+            return _against_profile(state, event)
     return None
 
 
@@ -74,6 +83,19 @@ def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | N
     return None
 
 
+def _against_profile(state: State, event: events.ProfileChosen) -> Objection | None:
+    if not _commits_follow(state):
+        return Objection("no commit follows in this run", state.doing, "a step that is to end")
+    known = ("", state.versions.profile, *state.settings.profiles)
+    if event.profile not in known:
+        named = ", ".join(sorted({one for one in known if one})) or "none"
+        allowed = f"coordinator.profiles: {named}"
+        return Objection("this run may not change to the profile", event.profile, allowed)
+    if NUMBERS_PATH + event.profile in state.quarantined:
+        return Objection("the audit found it inexact", event.profile, "another profile, or none")
+    return None
+
+
 def paused(state: State, event: events.Paused) -> Decision:
     """No tasks are drawn from now on; refused where no step is left."""
     if objection(state, event) is not None:
@@ -101,6 +123,22 @@ def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
     withdrawn.
     """
     return Decision(replace(state, pin=None))
+
+
+def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
+    """Has the next policy rounded so; refused where it may not be."""
+    if objection(state, event) is not None:
+        return refused(state, event, 0, 0)
+    done = event.profile == state.versions.profile
+    return Decision(replace(state, profile=None if done else event.profile))
+
+
+def due_profile(state: State) -> str:
+    """What the next policy is rounded to: the chosen profile, else the serving one, unless the
+    audit found it inexact.
+    """
+    wanted = state.versions.profile if state.profile is None else state.profile
+    return "" if NUMBERS_PATH + wanted in state.quarantined else wanted
 
 
 def due_drafter(state: State) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.services.coordinator.machine.choice import due_drafter
+from paceline.services.coordinator.machine.choice import due_drafter, due_profile
 from paceline.services.coordinator.machine.commands import AbortDrafter, CloseStep, Commit
 from paceline.services.coordinator.machine.decision import Decision
 from paceline.services.coordinator.machine.drafter import preempt
@@ -47,6 +47,8 @@ def committed(state: State, event: Committed) -> Decision:
     """
     served, rolled_back = state.versions, _is_rollback(state)
     state = replace(state, versions=event.versions, committing=None)
+    if event.versions.profile == state.profile:
+        state = replace(state, profile=None)
     if event.versions.drafter == state.promoted:
         state = replace(state, promoted=None)
     if event.versions.drafter != served.drafter:
@@ -69,14 +71,16 @@ def committed(state: State, event: Committed) -> Decision:
 
 
 def commit_failed(state: State, event: CommitFailed) -> Decision:
-    """Gives a rollback up, and a pin that asked for it; leaves a promoted drafter out, pushes a
-    policy again.
+    """Gives a rollback up, and a pin that asked for it; a chosen profile, too; leaves a promoted
+    drafter out, pushes a policy again.
     """
     rejected = event.versions.drafter
     if _is_rollback(state):
         pin = state.pin if state.pin is not None and state.pin.version != rejected else None
         state = replace(state, rollback=False, previous_drafter=None, committing=None, pin=pin)
         return Decision(state, enters=Phase.COMMIT)
+    if state.profile is not None and event.versions.profile == state.profile:
+        return serve(replace(state, profile=None, committing=None))
     if rejected == state.promoted:
         state, commands, _ = serve(replace(state, promoted=None, committing=None))
         abort = AbortDrafter(state.step, state.lease_epoch, rejected)
@@ -92,11 +96,11 @@ def _next_set(state: State) -> VersionSet:
     served, due = state.versions, due_drafter(state)
     assert state.prepared is not None
     if due != served.drafter:
-        return VersionSet(state.seq + 1, served.policy, due)
+        return VersionSet(state.seq + 1, served.policy, due, served.profile)
     waits = state.promoted is None or state.pin is not None
     drafter = served.drafter if waits else state.promoted
     assert drafter is not None
-    return VersionSet(state.seq + 1, state.prepared, drafter)
+    return VersionSet(state.seq + 1, state.prepared, drafter, due_profile(state))
 
 
 def _is_rollback(state: State) -> bool:

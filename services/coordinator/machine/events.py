@@ -287,6 +287,13 @@ class DrafterUnpinned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileChosen(Event):
+    """An operator wants policies to be rounded to a profile from the next one on; "": to none."""
+
+    profile: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceLost(Event):
     """A call failed because its peer is not there."""
 

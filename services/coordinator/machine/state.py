@@ -160,6 +160,7 @@ class State:
     candidate: tuple[int, int] = (0, 0)  # promoted last: its lease's epoch, its version
     rollback: bool = False  # serve the previous drafter again before the next policy
     pin: DrafterPin | None = None  # promotions wait meanwhile
+    profile: str | None = None  # chosen by an operator: the next policy is rounded to it
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step

@@ -123,6 +123,7 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.Continued: EventRow(LIVE, none, choice.continued),
     events.DrafterChosen: EventRow(LIVE, none, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
+    events.ProfileChosen: EventRow(LIVE, none, choice.profile_chosen),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),

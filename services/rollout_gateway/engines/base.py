@@ -81,10 +81,11 @@ class CommandedEngine(Protocol):
         """Decode again."""
         ...
 
-    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
-        """Load a spooled version beside the serving one.
+    def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
+        """Load a spooled version beside the serving one, a policy under a profile.
 
-        Raises WeightsError when names or shapes differ.
+        Raises WeightsError when names or shapes differ, MissingCapability for a profile that this
+        engine cannot change to, InvalidInput for one that there is not.
         """
         ...
 
@@ -104,10 +105,7 @@ class CommandedEngine(Protocol):
         ...
 
     def quarantine(self, withheld: Withheld) -> None:
-        """Go without these from the next round on; arms that do not exist are ignored.
-
-        Raises MissingCapability, and changes nothing, where it cannot serve without rounding.
-        """
+        """Go without these from the next round on; arms that do not exist are ignored."""
         ...
 
     def merge_evidence(self, evidence: Evidence) -> None:

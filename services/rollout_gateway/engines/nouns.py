@@ -21,7 +21,7 @@ class Capability(StrEnum):
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
     GRAMMARS = "grammars"  # those that follow a regex, a choice, a grammar; calls of tools that do
     RELEASE_MEMORY = "release_memory"
-    FULL_NUMBERS = "full_numbers"  # can serve what it rounds without rounding
+    PROFILES = "profiles"  # can serve a set under another profile than the one before
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
 
 
@@ -39,7 +39,7 @@ SETTINGS = {
     "with a tokenizer.json and an eos_token_id",
     Capability.GRAMMARS: "engine.kind=embedded or engine.kind=sglang, and a model directory "
     "with a tokenizer.json and an eos_token_id",
-    Capability.FULL_NUMBERS: "engine.kind=embedded",
+    Capability.PROFILES: "engine.kind=embedded",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
     "gateway.trajectories=true",
 }
@@ -86,7 +86,6 @@ class Withheld:
 
     arms: tuple[str, ...] = ()
     reuse: bool = False
-    rounding: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from paceline.services.rollout_gateway.api.sglang_router import listed
 from paceline.services.rollout_gateway.background import first_of
 from paceline.services.rollout_gateway.calls.aside import LargeRequests
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.gateway import initial_versions
+from paceline.services.rollout_gateway.open_spool import open_spool
 from paceline.services.rollout_gateway.place import places
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet
 from paceline.services.rollout_gateway.replicas.http import HeadApp
@@ -80,7 +80,7 @@ async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
         stack.enter_context(tempfile.TemporaryDirectory(prefix="r-", dir=process_directory()))
     )
     directory = config.spool or files / "spool"
-    spool = Spool(directory, initial=initial_versions(config))
+    spool = open_spool(Spool, directory, config)
     fleet = ReplicaFleet(config, places(config, directory, files), directory, files)
     weights = ReplicaWeights(fleet, spool)
     routing, aside = SessionRouting(fleet), LargeRequests()

@@ -31,7 +31,7 @@ class ReplicaWeights:
         self._fleet = fleet
         self._spool = spool
         self._swap = asyncio.Lock()  # a replica that starts never sees half a commit
-        self.versions = spool.serving or VersionSet()
+        self.versions = spool.serves
 
     async def bring(self, replica: Replica) -> None:
         """A replica that has started serves what the others serve."""

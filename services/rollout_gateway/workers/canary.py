@@ -245,7 +245,7 @@ def _refusal(process: WorkerProcess, versions: VersionSet, failed: FailedCheck) 
     log.error("set_refused", worker=process.index, seq=versions.seq, **failed._asdict())
     return WeightsError(
         f"engine worker {process.index}, the canary, refused set {versions.seq} "
-        f"(p{versions.policy}.d{versions.drafter}): {failed.check}",
+        f"({versions}): {failed.check}",
         seen=failed.seen,
         allowed=failed.allowed,
         reason=REFUSED,

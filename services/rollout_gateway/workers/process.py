@@ -50,8 +50,8 @@ class WorkerProcess:
         self.index = spec.worker_index
         self.ready = pb.WorkerReady()
         self.versions = VersionSet()  # that it serves
-        # (target, version) loaded beside the serving set
-        self.prepared: set[tuple[int, int]] = set()
+        # (target, version, profile) loaded beside the serving set
+        self.prepared: set[tuple[int, int, str]] = set()
         self._spec = spec
         self._forker = forker
         self._ring = ring
@@ -63,6 +63,10 @@ class WorkerProcess:
         self._process: Forked | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def forget(self, target: int, version: int) -> None:
+        """It has a version no longer beside the serving set."""
+        self.prepared = {one for one in self.prepared if one[:2] != (target, version)}
 
     @property
     def pid(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, Unavailable
+from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
@@ -57,25 +58,19 @@ class Quarantined:
             await process.ask(self._command(), self._deadline_s)
 
     def _unmet(self, path: str) -> bool:
-        """Whether nothing can be turned off; a swap is the coordinator's affair."""
-        rounding = path.startswith(NUMBERS_PATH) and not self._rounds_by_choice
-        return path == PLAIN_PATH or rounding
-
-    @property
-    def _rounds_by_choice(self) -> bool:
-        return Capability.FULL_NUMBERS in self._router.ready.capabilities
+        """Whether nothing can be turned off. What a commit changes is the coordinator's affair: a
+        swap, and a profile.
+        """
+        profiles = ROUNDED if Capability.PROFILES in self._router.ready.capabilities else ()
+        rounding = path.startswith(NUMBERS_PATH)
+        return path == PLAIN_PATH or (rounding and path.removeprefix(NUMBERS_PATH) not in profiles)
 
     def _command(self) -> pb.WorkerCommand:
         arms = [path.removeprefix(ARM_PATH) for path in self.paths if path.startswith(ARM_PATH)]
         if DRAFTED_PATH in self.paths:
             arms = [arm for arm in self._router.ready.arms if arm != OFF]
-        rounding = any(path.startswith(NUMBERS_PATH) for path in self.paths)
         return pb.WorkerCommand(
-            quarantine=pb.Quarantine(
-                arms=arms,
-                reuse=REUSED_PATH in self.paths,
-                rounding=rounding and self._rounds_by_choice,
-            )
+            quarantine=pb.Quarantine(arms=arms, reuse=REUSED_PATH in self.paths)
         )
 
 

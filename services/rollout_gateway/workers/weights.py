@@ -35,7 +35,7 @@ class WorkerWeights:
         self._spool = spool
         self._swap = asyncio.Lock()  # a worker that starts never sees half a commit
         self._head_hashes: dict[int, str] = {}  # policy version -> lm_head hash
-        self.versions = spool.serving or VersionSet()
+        self.versions = spool.serves
         self._damage = asyncio.Event()  # set, and replaced, when a worker cannot start for it
 
     def lm_head_hash(self, policy_version: int) -> str:
@@ -80,14 +80,11 @@ class WorkerWeights:
                 )
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Load a version beside the serving one on every worker; the first failure fails the
-        push.
+        """Load a version beside the serving one on every worker, a policy under the profile that
+        serves; the first failure fails the push.
         """
-        command = pb.WorkerCommand(
-            prepare_weights=pb.PrepareWeights(
-                target=pb.WeightTarget.Name(target), version=version, path=str(path)
-            )
-        )
+        profile = self.versions.profile if target == pb.WEIGHT_TARGET_POLICY else ""
+        command = _prepare(target, version, profile, path)
         about: Attributes = {
             names.TARGET: pb.WeightTarget.Name(target),
             names.WEIGHTS_VERSION: version,
@@ -98,7 +95,7 @@ class WorkerWeights:
                 answers = await self._router.ask_all(command, processes)
                 for process, answer in zip(processes, answers, strict=True):
                     if not isinstance(answer, BaseException):
-                        process.prepared.add((target, version))
+                        process.prepared.add((target, version, profile))
                     elif not isinstance(
                         answer, Unavailable
                     ):  # a lost worker loads what is committed when it is back
@@ -118,10 +115,11 @@ class WorkerWeights:
         Raises WeightsError when the canary refuses the set, and what the workers say when none
         could serve it; then nothing has changed.
         """
-        about = {
+        about: Attributes = {
             names.SET_SEQ: versions.seq,
             names.POLICY_VERSION: versions.policy,
             names.DRAFTER_VERSION: versions.drafter,
+            names.PROFILE: versions.profile,
         }
         with span(names.WEIGHTS_COMMIT, about):
             async with self._swap:
@@ -160,13 +158,14 @@ class WorkerWeights:
         )
         async with self._swap:
             for process in self._router.processes():
-                process.prepared.discard((target, version))
+                process.forget(target, version)
             await self._router.ask_all(command)
 
     async def _commit_one(self, process: WorkerProcess, versions: VersionSet, mode: int) -> None:
         """A damaged drafter is left out, loudly: without it the worker is slower, not wrong."""
-        if versions.policy != process.versions.policy:
-            await self._prepare_one(process, pb.WEIGHT_TARGET_POLICY, versions.policy)
+        served, policy = process.versions, versions.policy
+        if (policy, versions.profile) != (served.policy, served.profile):
+            await self._prepare_one(process, pb.WEIGHT_TARGET_POLICY, policy, versions.profile)
         if versions.drafter != process.versions.drafter:
             try:
                 await self._prepare_one(process, pb.WEIGHT_TARGET_DRAFTER, versions.drafter)
@@ -180,22 +179,19 @@ class WorkerWeights:
         )
         await self._router.commit(process, commit)
         process.versions = versions
-        process.prepared -= {
-            (pb.WEIGHT_TARGET_POLICY, versions.policy),
-            (pb.WEIGHT_TARGET_DRAFTER, versions.drafter),
-        }
+        process.forget(pb.WEIGHT_TARGET_POLICY, versions.policy)
+        process.forget(pb.WEIGHT_TARGET_DRAFTER, versions.drafter)
 
-    async def _prepare_one(self, process: WorkerProcess, target: int, version: int) -> None:
+    async def _prepare_one(
+        self, process: WorkerProcess, target: int, version: int, profile: str = ""
+    ) -> None:
         """Raises DataLoss when the version is damaged or gone."""
-        if (target, version) in process.prepared:
+        if (target, version, profile) in process.prepared:
             return
         await asyncio.to_thread(self._spool.check, target, version)
         if self._spool.has(target, version):
-            path = str(self._spool.path(target, version))
-            prepare = pb.PrepareWeights(
-                target=pb.WeightTarget.Name(target), version=version, path=path
-            )
-            await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
+            path = self._spool.path(target, version)
+            await self._ask(process, _prepare(target, version, profile, path))
 
     async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> pb.WorkerEvent:
         answer: pb.WorkerEvent | BaseException = (await self._router.ask_all(command, [process]))[0]
@@ -217,3 +213,11 @@ class WorkerWeights:
         for old in sorted(self._head_hashes)[:-VERSIONS_REMEMBERED]:
             if old != 0:
                 del self._head_hashes[old]
+
+
+def _prepare(target: int, version: int, profile: str, path: Path) -> pb.WorkerCommand:
+    return pb.WorkerCommand(
+        prepare_weights=pb.PrepareWeights(
+            target=pb.WeightTarget.Name(target), version=version, path=str(path), profile=profile
+        )
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,32 @@ async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_
         assert await worker_versions(served) == [(0, 1)]
         with pytest.raises(WeightsError, match="seq"):
             await commit(served, VersionSet(3, 0, 2))
+
+
+async def test_a_profile_serves_with_its_set_on_every_worker_also_a_late_one(
+    serve_gateway: Any,
+) -> None:
+    rounded = VersionSet(2, 2, 0, "int8")
+    async with serve_gateway(engine={"workers": 2}) as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        await commit(served, VersionSet(1, 1, 0))
+        await push(served, pb.WEIGHT_TARGET_POLICY, 2)
+        with pytest.raises(InvalidInput, match="no such profile; seen: int4"):
+            await commit(served, replace(rounded, profile="int4"))
+        assert [one.health.versions.profile for one in await workers(served)] == ["", ""]
+        await commit(served, rounded)
+        assert [one.health.versions.profile for one in await workers(served)] == ["int8", "int8"]
+        os.kill((await workers(served))[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(patient(20)):
+            while (await workers(served))[0].ready:
+                pass
+        await until_serving(served, [(2, 0), (2, 0)])
+        assert [one.health.versions.profile for one in await workers(served)] == ["int8", "int8"]
+    async with serve_gateway(engine={"workers": 2}) as served:
+        assert [one.health.versions.profile for one in await workers(served)] == ["int8", "int8"]
+        await push(served, pb.WEIGHT_TARGET_POLICY, 3)
+        await commit(served, VersionSet(3, 3, 0))
+        assert [one.health.versions.profile for one in await workers(served)] == ["", ""]
 
 
 async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> None:

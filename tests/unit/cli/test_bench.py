@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHES, run
+from benchmarks.__main__ import BENCHES, main, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,6 +64,28 @@ def test_a_name_that_is_no_bench_gives_one_line_with_those_that_are() -> None:
     (line,) = done.stderr.splitlines()
     assert "transprot" in line
     assert all(name in line for name in BENCHES)
+
+
+def test_a_bench_that_is_told_to_end_cancels_its_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waiting = types.ModuleType("waiting")
+
+    async def wait(options: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            (tmp_path / "cancelled").touch()
+
+    waiting.__dict__.update(run=wait, add_arguments=lambda parser: None)
+    monkeypatch.setitem(sys.modules, "waiting", waiting)
+    monkeypatch.setitem(BENCHES, "waiting", ("waiting", "nothing"))
+    monkeypatch.setattr(sys, "argv", ["bench", "waiting"])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert (tmp_path / "cancelled").exists()
 
 
 def test_outside_a_checkout_there_are_no_benches(tmp_path: Path) -> None:

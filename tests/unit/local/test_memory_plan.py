@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,7 @@ COARSE = (
     ("gateway.engine.dtype=bfloat16",),
     ("policy_trainer.publish_dtype=bfloat16",),
     *((f"gateway.engine.embedded.profile={name}",) for name in ROUNDED),
+    ("coordinator.profiles=['int8']",),
     *(
         (f"gateway.engine.sglang.arguments.{argument}", "gateway.engine.kind=sglang")
         for argument in ("quantization=fp8", "kv_cache_dtype=fp8_e5m2", "kv_cache_dtype=bf16")
@@ -264,7 +266,8 @@ def test_coarser_numbers_of_the_engine_need_a_correction(
     settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gpu_bytes", list)
-    with pytest.raises(ConfigError, match=rf"coarser numbers.*seen: {settings[0]}.*required=false"):
+    named = re.escape(settings[0])
+    with pytest.raises(ConfigError, match=rf"coarser numbers.*seen: {named}.*required=false"):
         planned(*settings)
     correction = "policy_trainer.algorithm.correction"
     with pytest.raises(ConfigError, match="coarser numbers"):
@@ -272,6 +275,13 @@ def test_coarser_numbers_of_the_engine_need_a_correction(
     for chosen in ("weight=token", "weight=sequence", "keep=band", "bypass=true", "required=false"):
         planned(*settings, f"{correction}.{chosen}")
     planned(*settings, "policy_trainer.algorithm.name=decoupled")
+
+
+def test_profiles_to_choose_from_need_an_engine_that_changes_to_them() -> None:
+    with pytest.raises(ConfigError, match=r"unset coordinator.profiles; seen: .*kind=sglang"):
+        planned("coordinator.profiles=['int8']", "gateway.engine.kind=sglang")
+    with pytest.raises(ConfigError, match=r"no such profile: int4; allowed: int8"):
+        planned("coordinator.profiles=['int4']")
 
 
 def test_numbers_that_are_those_of_the_trainer_need_none(monkeypatch: pytest.MonkeyPatch) -> None:

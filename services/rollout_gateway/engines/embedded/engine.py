@@ -92,7 +92,7 @@ class EmbeddedEngine:
             Capability.JSON_SCHEMA: grammars.possible,
             Capability.GRAMMARS: grammars.possible,
             Capability.RELEASE_MEMORY: True,
-            Capability.FULL_NUMBERS: True,
+            Capability.PROFILES: True,
         }
         self._capabilities = frozenset(one for one, there in capabilities.items() if there)
         self._ended = SpeculationStats()
@@ -207,9 +207,9 @@ class EmbeddedEngine:
                 self._speculation.drafters.free([slot])
         return []
 
-    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
-        """See Engine.prepare_weights."""
-        self._weights.prepare(target, version, path)
+    def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
+        """See Engine.prepare_weights; beside a serving one of another profile it takes memory."""
+        self._weights.prepare(target, version, path, profile)
 
     @torch.inference_mode()
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
@@ -231,12 +231,10 @@ class EmbeddedEngine:
         self._speculation.forced = arm
 
     def quarantine(self, withheld: Withheld) -> None:
-        """See Engine.quarantine; a policy without rounding takes more memory."""
+        """See Engine.quarantine."""
         self._speculation.bar(frozenset(withheld.arms))
         if withheld.reuse and not self._prefixes.closed:
             self._prefixes.close()
-        if withheld.rounding:
-            self._weights.stop_rounding()
 
     def merge_evidence(self, evidence: Evidence) -> None:
         """See Engine.merge_evidence."""

@@ -45,12 +45,14 @@ class EngineWeights:
         """`directory`: where the policy was read; memory_saver: whether its memory can be freed."""
         self._policy = policy
         self._speculation = speculation
-        self._model = self._serving = model
+        self._model = model
         self._directory = directory
         self.memory_saver = memory_saver
         self._released = False
         self._torn: BaseException | None = None
-        self._prepared: PreparedVersions[StagedWeights | DrafterVersion] = PreparedVersions()
+        self._prepared: PreparedVersions[StagedWeights | DrafterVersion] = PreparedVersions(
+            model.profile.name if model.profile else ""
+        )
 
     @property
     def policy(self) -> DecoderWeights:
@@ -69,25 +71,21 @@ class EngineWeights:
     @property
     def number_format(self) -> str:
         """What the serving policy computes with."""
-        return self._serving.number_format
+        return self._model.number_format
 
     @property
     def versions(self) -> VersionSet:
         """Serving set."""
         return self._prepared.serving
 
-    def prepare(self, target: Target, version: int, path: Path) -> None:
-        """Load and check a version.
+    def prepare(self, target: Target, version: int, path: Path, profile: str = "") -> None:
+        """Load and check a version, a policy under a profile.
 
         Raises WeightsError, DataLoss, InvalidInput, ResourceExhausted or MissingCapability.
         """
         policy = target is Target.POLICY
-        read = self._model.staged if policy else self._speculation.drafters.prepare
-        self._prepared.put(target, version, read(path))
-
-    def stop_rounding(self) -> None:
-        """Policies that are prepared from now on are read without rounding."""
-        self._model = self._model.unrounded()
+        read = self._model.under(profile).staged if policy else self._speculation.drafters.prepare
+        self._prepared.put(target, version, read(path), profile if policy else "")
 
     def forget(self, target: Target, version: int) -> None:
         """Drop a prepared version, if there is one."""
@@ -113,9 +111,9 @@ class EngineWeights:
             self._policy = replace(self._policy, head_hash=new.head_hash)
             self._speculation.policy_changed()
         else:
-            in_place = new.profile == self._serving.profile
+            in_place = new.profile == self._model.profile
             self._policy = self._written_over(new) if in_place else self._beside(new)
-        self._serving, self._directory = replace(self._serving, profile=new.profile), new.path
+        self._model, self._directory = replace(self._model, profile=new.profile), new.path
 
     def _written_over(self, new: StagedWeights) -> DecoderWeights:
         check_staged(self._policy, new)
@@ -137,7 +135,7 @@ class EngineWeights:
     def _restore(self, interrupted: BaseException) -> None:
         self._torn = interrupted  # until all of it is read, whatever else happens
         try:
-            self._serving.restore(self._policy, self._directory)
+            self._model.restore(self._policy, self._directory)
             self._speculation.drafters.bind(self._policy)
         except (PacelineError, OSError, RuntimeError) as error:
             self._torn = error
@@ -166,7 +164,7 @@ class EngineWeights:
     def resume(self) -> None:
         """Read the policy that serves again. Raises WeightsError, DataLoss or InvalidInput."""
         if self._released:
-            self._policy = self._serving.load(self._directory)
+            self._policy = self._model.load(self._directory)
             self._speculation.drafters.bind(self._policy)
             self._released = False
 

@@ -10,25 +10,30 @@ from paceline.trajectory import Target, VersionSet
 PREPARED_AT_MOST = 2
 """Versions of one target that wait for their commit; preparing more forgets the oldest."""
 S = TypeVar("S")
+Part = tuple[int, str]
+"""A version, and the profile that a policy is rounded to."""
 
 
 class PreparedVersions(Generic[S]):
     """The serving set, and what was read of versions that may follow."""
 
-    def __init__(self) -> None:
-        self.serving = VersionSet()
-        self._prepared: dict[Target, dict[int, S]] = {target: {} for target in Target}
+    def __init__(self, profile: str = "") -> None:
+        """`profile`: that the engine's first policy is rounded to."""
+        self.serving = VersionSet(profile=profile)
+        self._prepared: dict[Target, dict[Part, S]] = {target: {} for target in Target}
 
-    def put(self, target: Target, version: int, state: S) -> None:
-        """A version has been read and checked."""
+    def put(self, target: Target, version: int, state: S, profile: str = "") -> None:
+        """A version has been read and checked, a policy under a profile."""
         prepared = self._prepared[target]
-        prepared[version] = state
+        prepared[version, profile] = state
         while len(prepared) > PREPARED_AT_MOST:
             prepared.pop(next(iter(prepared)))
 
     def forget(self, target: Target, version: int) -> None:
-        """Drop a prepared version, if there is one."""
-        self._prepared[target].pop(version, None)
+        """Drop a prepared version, if there is one, under whatever profile."""
+        prepared = self._prepared[target]
+        for part in [part for part in prepared if part[0] == version]:
+            del prepared[part]
 
     def changes(self, versions: VersionSet) -> dict[Target, S]:
         """What a commit would change.
@@ -44,14 +49,14 @@ class PreparedVersions(Generic[S]):
 
         found: dict[Target, S] = {}
         for target, prepared in self._prepared.items():
-            version, serving = getattr(versions, target), getattr(self.serving, target)
-            if version in prepared:
-                found[target] = prepared[version]
-            elif version != serving:
+            part, serving = _part(versions, target), _part(self.serving, target)
+            if part in prepared:
+                found[target] = prepared[part]
+            elif part != serving:
                 raise WeightsError(
                     f"this {target} version is not prepared",
-                    seen=version,
-                    allowed=sorted({serving, *prepared}),
+                    seen=_words(part),
+                    allowed=", ".join(map(_words, sorted({serving, *prepared}))),
                     reason="WEIGHTS_NOT_PREPARED",
                 )
 
@@ -62,3 +67,12 @@ class PreparedVersions(Generic[S]):
         self.serving = versions
         for target in Target:
             self.forget(target, getattr(versions, target))
+
+
+def _part(versions: VersionSet, target: Target) -> Part:
+    return getattr(versions, target), versions.profile if target is Target.POLICY else ""
+
+
+def _words(part: Part) -> str:
+    version, profile = part
+    return f"{version} under {profile}" if profile else str(version)

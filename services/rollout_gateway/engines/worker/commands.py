@@ -75,7 +75,8 @@ def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chun
         case "prepare_weights":
             prepare = command.prepare_weights
             target = wire.noun_of(wire.TARGETS, prepare.target)
-            engine.prepare_weights(target, prepare.version, Path(prepare.path))
+            path = Path(prepare.path)
+            engine.prepare_weights(target, prepare.version, path, prepare.profile)
         case "commit_weights":
             commit = command.commit_weights
             mode = wire.noun_of(wire.PAUSE_MODES, commit.mode)

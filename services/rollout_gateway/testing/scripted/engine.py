@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import WeightsError
+from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
 from paceline.services.rollout_gateway.bandits.evidence import Evidence
@@ -34,7 +35,6 @@ from paceline.services.rollout_gateway.engines.nouns import (
     RoundSplit,
     RowLayout,
     Withheld,
-    missing,
 )
 from paceline.services.rollout_gateway.engines.requests.admission import (
     Admission,
@@ -64,6 +64,15 @@ from paceline.services.rollout_gateway.testing.scripted.script import (
 )
 from paceline.speculators.shift import AcceptanceShift, read_shift, shift_over
 from paceline.trajectory import SpeculationStats, Target, VersionSet
+
+_CAPABILITIES = frozenset(
+    {
+        Capability.CAPTURE,
+        Capability.DRAFTER_UPDATE,
+        Capability.PROFILES,
+        Capability.RELEASE_MEMORY,
+    }
+)
 
 
 class ScriptedEngine:
@@ -99,7 +108,7 @@ class ScriptedEngine:
             spec.hidden_size,
             spec.max_sequence_tokens,
             spec.arms,
-            frozenset({Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.RELEASE_MEMORY}),
+            _CAPABILITIES,
             RowLayout.last(spec.hidden_size),
         )
 
@@ -187,16 +196,18 @@ class ScriptedEngine:
     def resume(self) -> None:
         self._paused = False
 
-    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
+    def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
+        """See Engine.prepare_weights; there is nothing to round."""
         if not path.is_dir():
             raise WeightsError("no such version in the spool", seen=path)
-        self._prepared.put(target, version, read_shift(path))
+        self._prepared.put(target, version, read_shift(path), check_profile(profile))
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         changes, before = self._prepared.changes(versions), self.versions
         self._prepared.serve(versions)
         for target, shift in changes.items():
-            self._prepared.put(target, getattr(before, target), None)  # it may serve again
+            profile = before.profile if target is Target.POLICY else ""
+            self._prepared.put(target, getattr(before, target), None, profile)  # it may serve again
             # The trainable drafter is the EAGLE one.
             drafter = "eagle" if target is Target.DRAFTER else ""
             arms = {arm for arm in self._spec.arms if arm != OFF and arm.startswith(drafter)}
@@ -212,8 +223,6 @@ class ScriptedEngine:
 
     def quarantine(self, withheld: Withheld) -> None:
         """See Engine.quarantine; a script reuses nothing."""
-        if withheld.rounding:
-            raise missing("scripted", Capability.FULL_NUMBERS)
         self._barred = frozenset(withheld.arms)
 
     def merge_evidence(self, evidence: Evidence) -> None:

@@ -104,9 +104,7 @@ def test_a_path_that_is_broken_on_purpose_is_named_and_in_quarantine_all_is_exac
     assert named == [path]
     assert tokens[path] >= SETTINGS.least_tokens
 
-    broken.quarantine(
-        Withheld(arms=(ARM,) * (fault == "drafted"), reuse=fault == "reused", rounding=True)
-    )
+    broken.quarantine(Withheld(arms=(ARM,) * (fault == "drafted"), reuse=fault == "reused"))
     broken.prepare_weights(Target.POLICY, 1, models[0])
     broken.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
     named, tokens = audited(mesh, models[0], sample(broken, first=10_000), 1)

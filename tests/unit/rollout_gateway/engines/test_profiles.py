@@ -14,7 +14,7 @@ import torch
 from random_models import save_random
 from torch import Tensor
 
-from paceline.errors import WeightsError
+from paceline.errors import InvalidInput, WeightsError
 from paceline.models import in_place
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import storages
@@ -23,7 +23,7 @@ from paceline.services.rollout_gateway.engines.embedded.build import build_embed
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Withheld
+from paceline.services.rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 
@@ -86,9 +86,18 @@ def said(engine: EmbeddedEngine, arm: str = "off") -> dict[int, tuple[int, ...]]
     return {number: one.token_ids for number, one in generate(engine, requests(6), arm).items()}
 
 
+def prepare(engine: EmbeddedEngine, version: int, path: Path) -> None:
+    engine.prepare_weights(Target.POLICY, version, path, engine.versions.profile)
+
+
+def set_of(engine: EmbeddedEngine, version: int) -> VersionSet:
+    """Of a policy under the profile that serves."""
+    return VersionSet(version, version, 0, engine.versions.profile)
+
+
 def serve(engine: EmbeddedEngine, version: int, path: Path) -> None:
-    engine.prepare_weights(Target.POLICY, version, path)
-    engine.commit_weights(VersionSet(version, version, 0), PauseMode.IN_PLACE)
+    prepare(engine, version, path)
+    engine.commit_weights(set_of(engine, version), PauseMode.IN_PLACE)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -110,7 +119,7 @@ def test_greedy_tokens_with_drafts_are_those_without_under_the_same_profile(
 def test_spans_of_tokens_name_the_profile_of_the_set_that_drew_them(
     profile: str, versions: list[Path]
 ) -> None:
-    """Also behind a commit, and when rounding is withheld: then the next version's."""
+    """Also behind a commit, and when the next set has another profile."""
     engine = build(versions[0], profile)
 
     def formats() -> set[str]:
@@ -121,11 +130,14 @@ def test_spans_of_tokens_name_the_profile_of_the_set_that_drew_them(
     assert formats() == {named}
     serve(engine, 1, versions[1])
     assert formats() == {named}
-    engine.quarantine(Withheld(rounding=True))
-    assert formats() == {named}
-    serve(engine, 2, versions[2])
-    assert formats() == {"float32"}
-    assert said(engine) == said(build(versions[2], ""))
+    assert engine.versions == VersionSet(1, 1, 0, profile)
+    for version, other in enumerate(("", "fp8_tensor", profile), 2):
+        engine.prepare_weights(Target.POLICY, version, versions[2], other)
+        assert formats() == {named}
+        engine.commit_weights(VersionSet(version, version, 0, other), PauseMode.IN_PLACE)
+        named = other or "float32"
+        assert formats() == {named}
+        assert said(engine) == said(build(versions[2], other))
 
 
 @pytest.mark.parametrize("profile", ["", "fp8_tensor"])
@@ -176,19 +188,19 @@ def test_an_update_that_is_interrupted_at_any_tensor_leaves_the_old_set_serving(
     names = list(storages(engine._weights.policy))
     addresses = [one.data_ptr() for one in storages(engine._weights.policy).values()]
     bits = {name: one.clone() for name, one in storages(engine._weights.policy).items()}
-    engine.prepare_weights(Target.POLICY, 2, versions[2])
+    prepare(engine, 2, versions[2])
     for count, name in enumerate(names):
         fault[:] = [count]
         with pytest.raises(Interrupted):
-            engine.commit_weights(VersionSet(2, 2, 0), PauseMode.IN_PLACE)
+            engine.commit_weights(set_of(engine, 2), PauseMode.IN_PLACE)
         assert not fault
-        assert engine.versions == VersionSet(1, 1, 0)
+        assert engine.versions == set_of(engine, 1)
         assert engine.lm_head_hash == head
         for other, one in storages(engine._weights.policy).items():
             assert torch.equal(one.view(torch.uint8), bits[other].view(torch.uint8)), (name, other)
     assert said(engine) == before
     assert [one.data_ptr() for one in storages(engine._weights.policy).values()] == addresses
-    engine.commit_weights(VersionSet(2, 2, 0), PauseMode.IN_PLACE)
+    engine.commit_weights(set_of(engine, 2), PauseMode.IN_PLACE)
     assert said(engine) == said(build(versions[2], profile)) != before
 
 
@@ -211,9 +223,9 @@ def test_a_version_that_cannot_be_staged_at_any_tensor_leaves_the_old_set_servin
         with monkeypatch.context() as patch:
             patch.setattr(in_place, "built_of", some)
             with pytest.raises(Interrupted):
-                engine.prepare_weights(Target.POLICY, 1, versions[1])
+                prepare(engine, 1, versions[1])
         with pytest.raises(WeightsError, match="not prepared"):
-            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+            engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
     assert said(engine) == before
 
 
@@ -222,14 +234,14 @@ def test_requests_that_run_go_on_under_the_old_set_when_an_update_is_interrupted
 ) -> None:
     engine = build(versions[0], "fp8_channel")
     expected = said(engine)
-    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    prepare(engine, 1, versions[1])
     for one in requests(6):
         engine.enqueue(one)
     for _ in range(4):
         assert engine.step() == []
     fault[:] = [5]
     with pytest.raises(Interrupted):
-        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.RETRACT)
+        engine.commit_weights(set_of(engine, 1), PauseMode.RETRACT)
     ended = [chunk for _ in range(ROUNDS) if engine.has_work for chunk in engine.step()]
     assert {one.request_id: one.token_ids for one in ended} == expected
     assert {span.policy_version for one in ended for span in one.version_spans} == {0}
@@ -241,7 +253,7 @@ def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
     # the budget leaves drafts out by seconds it measured: without it a count depends on no clock
     engine = build(versions[0], "fp8_channel", verify_budget=False)
     before, accepted = said(engine, "eagle:3_1_4"), engine.load.speculation.accepted_tokens
-    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    prepare(engine, 1, versions[1])
     bind, failed = Drafters.bind, iter([True, False])
 
     def once(drafters: Drafters, target: DecoderWeights) -> None:
@@ -252,8 +264,8 @@ def test_a_drafter_that_cannot_follow_leaves_the_old_set_serving(
     with monkeypatch.context() as patch:
         patch.setattr(Drafters, "bind", once)
         with pytest.raises(Interrupted):
-            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
-    assert engine.versions == VersionSet()
+            engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(profile="fp8_channel")
     assert said(engine, "eagle:3_1_4") == before
     assert engine.load.speculation.accepted_tokens - accepted == accepted >= 20
 
@@ -263,15 +275,60 @@ def test_a_mixture_that_cannot_be_mended_serves_nobody_until_a_whole_version_doe
 ) -> None:
     shutil.copytree(versions[0], tmp_path / "gone")
     engine = build(tmp_path / "gone", "fp8_channel")
-    engine.prepare_weights(Target.POLICY, 1, versions[1])
+    prepare(engine, 1, versions[1])
     shutil.rmtree(tmp_path / "gone")
     fault[:] = [5]
     with pytest.raises(Interrupted):
-        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+        engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
     engine.enqueue(requests(1)[0])
     for _ in range(2):
         with pytest.raises(WeightsError, match=r"interrupted.*cannot be read again.*p0\.d0"):
             engine.step()
     engine.abort(None)
-    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    engine.commit_weights(set_of(engine, 1), PauseMode.IN_PLACE)
     assert said(engine) == said(build(versions[1], "fp8_channel"))
+
+
+def test_a_policy_under_a_profile_that_was_not_prepared_is_refused_and_the_old_one_serves(
+    versions: list[Path],
+) -> None:
+    engine = build(versions[0], "fp8_channel")
+    before = said(engine)
+    prepare(engine, 1, versions[1])
+    refusal = r"not prepared; seen: 1 under fp8_tensor; allowed: 0 under .*, 1 under fp8_channel"
+    with pytest.raises(WeightsError, match=refusal):
+        engine.commit_weights(VersionSet(1, 1, 0, "fp8_tensor"), PauseMode.IN_PLACE)
+    with pytest.raises(InvalidInput, match="no such profile; seen: int4"):
+        engine.prepare_weights(Target.POLICY, 1, versions[1], "int4")
+    assert engine.versions == VersionSet(profile="fp8_channel")
+    assert said(engine) == before
+
+
+def test_the_policy_that_serves_may_be_served_under_another_profile(versions: list[Path]) -> None:
+    engine = build(versions[0], "")
+    engine.prepare_weights(Target.POLICY, 0, versions[0], "fp8_channel")
+    engine.commit_weights(VersionSet(1, 0, 0, "fp8_channel"), PauseMode.RETRACT)
+    assert said(engine) == said(build(versions[0], "fp8_channel"))
+
+
+def test_a_set_of_another_profile_that_fails_half_way_leaves_the_old_one_serving(
+    versions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(versions[0], "fp8_channel", verify_budget=False)
+    before = said(engine, "eagle:3_1_4")
+    engine.prepare_weights(Target.POLICY, 1, versions[1], "")
+    bind, failed = Drafters.bind, iter([True])
+
+    def once(drafters: Drafters, target: DecoderWeights) -> None:
+        if next(failed, False):
+            raise Interrupted
+        bind(drafters, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafters, "bind", once)
+        with pytest.raises(Interrupted):
+            engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(profile="fp8_channel")
+    assert said(engine, "eagle:3_1_4") == before
+    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert said(engine) == said(build(versions[1], ""))

@@ -119,7 +119,10 @@ class SchedulerEngine:
         asked = ContinueGenerationReqInput(torch_empty_cache=False)
         self._plugin.scheduler.continue_generation(asked)
 
-    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
+    def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
+        """SGLang rounds as it was started, which sets of ours do not name."""
+        if profile:
+            raise missing("sglang", Capability.PROFILES)
         self._plugin.weights.prepare(target, version, path, self._tried)
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
@@ -161,8 +164,6 @@ class SchedulerEngine:
         where nothing may be reused.
         """
         plugin = self._plugin
-        if withheld.rounding:
-            raise missing("sglang", Capability.FULL_NUMBERS)
         plugin.arms.barred = frozenset(withheld.arms)
         plugin.reuses = not withheld.reuse
         self._relabel()

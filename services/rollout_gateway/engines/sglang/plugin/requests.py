@@ -13,7 +13,7 @@ def cache_key(versions: VersionSet) -> str:
     """Namespace of the prefix cache: keys and values of another policy or drafter are never
     reused.
     """
-    return f"p{versions.policy}.d{versions.drafter}"
+    return str(versions)
 
 
 def as_sglang_request(tracked: Tracked, key: str) -> Any:
