@@ -1,0 +1,58 @@
+"""A whole run whose operator changes what the policy is rounded to, and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_runs import SMALL, demo, wait_for
+
+from paceline.local.patience import patient
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 8
+SETTINGS = (
+    "coordinator.profiles=['fp8_channel']",
+    "policy_trainer.algorithm.correction.weight=token",
+    "policy_trainer.audit.share=0",
+)
+
+
+def use_profile(run: Path, profile: str) -> str:
+    command = [sys.executable, "-m", "paceline.cli.main", "use-profile", profile]
+    done = subprocess.run(
+        [*command, "--config", str(run / "config.toml")],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_tokens_are_drawn_under_the_profile_of_the_set_that_serves(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "demo-0-1"
+    process = demo(tmp_path, "--steps", str(STEPS), *SMALL, *SETTINGS)
+    lines = wait_for(process, "step 1/")
+    assert "fp8_channel from p" in use_profile(run, "fp8_channel")
+    lines += wait_for(process, ".fp8_channel")
+    assert "serves under fp8_channel; no profile from p" in use_profile(run, "none")
+    output, _ = process.communicate(timeout=patient(400))
+    assert process.returncode == 0, "".join(lines) + output
+
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    committed = [step["versions"].get("profile", "") for step in steps]
+    assert list(dict.fromkeys(committed)) == ["", "fp8_channel"]
+    assert committed[-1] == ""
+    # A step's tokens are drawn by the set that the step before has committed.
+    for serving, step in zip(["", *committed], steps, strict=False):
+        gap = step["policy"][f"behavior_gap/numbers={serving or 'float32'}"]
+        assert gap == step["policy"]["behavior_gap"]
+        assert gap > 1e-4 if serving else gap < 1e-5
