@@ -44,10 +44,12 @@ ARMS: dict[str, tuple[str, ...]] = {
     "decoupled, eta 4": (f"{_NAME}=decoupled", *_late(4)),
     "decoupled, eta 8": (f"{_NAME}=decoupled", *_late(8)),
     "grpo, eta 8": (f"{_NAME}=grpo", *_late(8)),
+    "grpo, bfloat16 with TIS": (f"{_NAME}=grpo", "gateway.engine.dtype=bfloat16", _TIS),
     **{f"grpo, {name} with TIS": _rounded(name, _TIS) for name in ROUNDED},
     **{f"grpo, {name} without": _rounded(name, _NONE) for name in ROUNDED},
 }
 """Settings of each algorithm; the others are the demo's."""
+WORKLOADS = {"two_digits": demo_runs.two_digits(), "demo": None}
 LATE = ("decoupled, eta 8", "grpo, eta 8")
 _SMOOTH = 5  # steps
 
@@ -56,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--seeds", type=above_zero(int), default=3, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=above_zero(int), default=60, help="RL steps of a run")
+    parser.add_argument("--workload", choices=WORKLOADS, default="two_digits", help="tasks")
     parser.add_argument("--arms", default=";".join(ARMS), help="of these, separated by ;")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-algorithms"), help="folder of the runs"
@@ -74,17 +77,21 @@ async def run(options: argparse.Namespace) -> BenchResult:
     for seed in range(options.seeds):
         for arm in wanted:
             given = (*NO_EVALUATIONS, *ARMS[arm], *options.overrides)
-            out, name = options.out.absolute(), arm.replace(", ", "-").replace(" ", "")
-            plan = DemoPlan(out, seed, name, options.steps, given, workload=demo_runs.two_digits())
+            out, name = (
+                options.out.absolute() / options.workload,
+                arm.replace(", ", "-").replace(" ", ""),
+            )
+            workload = WORKLOADS[options.workload]
+            plan = DemoPlan(out, seed, name, options.steps, given, workload=workload)
             made = await demo_runs.finished_run(plan)
             runs.append(DemoRun(seed, arm, made.summary, made.steps, made.cpu_s))
             say(f"seed {seed}, {arm}: accuracy {made.summary['accuracy_last']:.3f}")
     if pair := [one for one in runs if one.arm in LATE]:
         (options.out / "late.svg").write_text(late_picture(pair), encoding="utf-8")
-    return compare(runs, options.steps)
+    return compare(runs, f"{options.workload}, {options.steps} steps")
 
 
-def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
+def compare(runs: Sequence[DemoRun], what: str) -> BenchResult:
     """A row and a goal for each algorithm."""
     rows: list[Row] = []
     goals: list[Goal] = []
@@ -100,7 +107,7 @@ def compare(runs: Sequence[DemoRun], steps: int) -> BenchResult:
         )
         rise = statistics.median(one.rise for one in own)
         goals.append(at_least(f"held-out accuracy gained, {arm}", RISE_GOAL, rise))
-    return BenchResult(f"algorithms on the demo, {steps} steps", rows, goals)
+    return BenchResult(f"algorithms on {what}", rows, goals)
 
 
 def late_picture(runs: Sequence[DemoRun]) -> str:

@@ -22,7 +22,8 @@ def test_every_arm_is_a_configuration_that_a_run_takes(arm: str) -> None:
 def test_an_algorithm_is_judged_by_the_median_of_its_seeds() -> None:
     lasts = {"grpo": (0.8, 0.6, 0.9), "rloo": (0.6, 0.9, 0.65)}
     result = compare(
-        [run(seed, arm, last) for arm, of in lasts.items() for seed, last in enumerate(of)], 60
+        [run(seed, arm, last) for arm, of in lasts.items() for seed, last in enumerate(of)],
+        "two_digits, 60 steps",
     )
     assert [(goal.value, goal.met) for goal in result.goals] == [
         (pytest.approx(0.3), True),
