@@ -5,6 +5,7 @@ forward of the same tokens.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from prompt_oracle import assert_scores_are
 from sglang_served import DEMO, Served, greedy, load_oracle, said
 from transformers import PreTrainedModel
 
+from paceline.local.patience import patient
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.v1 import engine_pb2 as pb
@@ -77,14 +79,23 @@ def test_prompts_are_scored_as_transformers_scores_them_in_pieces_and_beside_oth
     assert said(again) == greedy(oracle, PROMPT, 12)
 
 
+def begun(served: Served, **options: int) -> list[int]:
+    """The request for a prompt of which some pieces have been computed, and not all."""
+    until = time.monotonic() + patient(60)
+    while time.monotonic() < until:
+        numbers = served.send([PROMPT], **options)
+        while (health := served.health()).running or health.waiting:
+            if health.running:
+                return numbers
+    raise AssertionError("each time all of it was computed before anybody could look")
+
+
 def test_a_prompt_that_is_computed_anew_is_scored_under_the_new_weights(served: Served) -> None:
     path, now = DEMO / "policy_start", served.health().versions
     served.client.ask(
         prepare_weights=pb.PrepareWeights(target=pb.WEIGHT_TARGET_POLICY, version=1, path=str(path))
     )
-    numbers = served.send([PROMPT], prompt_logprobs=2, max_tokens=1)
-    while not served.health().running:  # then a first piece has been computed
-        pass
+    numbers = begun(served, prompt_logprobs=2, max_tokens=1)
     versions = tpb.VersionSet(seq=now.seq + 1, policy=1, drafter=now.drafter)
     served.client.ask(
         commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_RETRACT)
