@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from sglang_served import (
     DEMO,
     Served,
@@ -24,6 +26,8 @@ from sglang_served import (
 )
 from transformers import AutoTokenizer, PreTrainedModel
 
+from paceline.errors import WeightsError
+from paceline.models.adapters import DOWN, FILE, UP, AddedAdapters, hash_of_start
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Finish, Request
@@ -227,12 +231,7 @@ def versions_during(
     """Version spans of requests that were running while a policy was committed."""
     numbers = served.send(prompts, max_tokens=100, stream=True)
     served.rounds(len(prompts) * 6)
-    path = DEMO / ("policy_start" if policy == 1 else "policy_trained")
-    served.client.ask(
-        prepare_weights=pb.PrepareWeights(
-            target=pb.WEIGHT_TARGET_POLICY, version=policy, path=str(path)
-        )
-    )
+    prepare_policy(served, policy, DEMO / ("policy_start" if policy == 1 else "policy_trained"))
     versions = tpb.VersionSet(seq=seq, policy=policy, drafter=served.health().versions.drafter)
     served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=mode))
     found = []
@@ -296,7 +295,7 @@ def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(
 def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(
     served: Served, prompts: list[list[int]]
 ) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     before = served.tokens(prompts)
     folder = served.client.log_path.parent / "with_embedding"
@@ -315,6 +314,54 @@ def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(
         commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE)
     )
     assert served.tokens(prompts) == before
+
+
+def adapters(policy: Path, folder: Path, start: str) -> PreTrainedModel:
+    """A version of adapters over a policy's query and gate matrices, which SGLang fuses with
+    others; returns the policy with them added, of transformers.
+    """
+    draw, given = torch.Generator().manual_seed(5), dict[str, torch.Tensor]()
+    model = load_oracle(policy)
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_proj.weight", "gate_proj.weight")):
+            stem = name.removesuffix(".weight")
+            down = given[stem + DOWN] = 0.1 * torch.randn(4, weight.shape[1], generator=draw)
+            up = given[stem + UP] = 0.1 * torch.randn(weight.shape[0], 4, generator=draw)
+            weight.data += 2.0 * up @ down
+    folder.mkdir()
+    save_file(given, folder / "model.safetensors")
+    (folder / FILE).write_text(AddedAdapters(2.0, start).text())
+    return model
+
+
+def test_adapters_alone_are_served_added_to_the_start_policy_until_a_whole_one_follows(
+    served: Served, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    policy = DEMO / "policy_trained"
+    before, now = served.tokens(prompts, max_tokens=40), served.health().versions
+    expected = adapters(policy, tmp_path / "added", hash_of_start(policy))
+    adapters(policy, tmp_path / "of another", "0" * 16)
+    with pytest.raises(WeightsError, match="another start policy; seen: 0000"):
+        prepare_policy(served, 90, tmp_path / "of another")
+    for number, path in enumerate((tmp_path / "added", policy), 1):
+        prepare_policy(served, 90 + number, path)
+        versions = tpb.VersionSet(seq=now.seq + number, policy=90 + number, drafter=now.drafter)
+        served.client.ask(
+            commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_RETRACT)
+        )
+        answers = served.tokens(prompts, max_tokens=40)
+        assert answers == (
+            [greedy(expected, one, 40) for one in prompts] if number == 1 else before
+        )
+        assert (answers != before) == (number == 1)
+
+
+def prepare_policy(served: Served, version: int, path: Path) -> None:
+    served.client.ask(
+        prepare_weights=pb.PrepareWeights(
+            target=pb.WEIGHT_TARGET_POLICY, version=version, path=str(path)
+        )
+    )
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["nothing to do", "paused with requests"])
