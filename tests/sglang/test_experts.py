@@ -4,6 +4,7 @@ transformers, and every rank takes a version set in the same round.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from prompt_oracle import assert_scores_are
 from random_models import save_random
+from safetensors.torch import save_file
 from sglang_served import Served, greedy, said
 from transformers import PreTrainedModel
 
 from paceline.errors import WeightsError
+from paceline.models.loading import read_tensors
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.v1 import engine_pb2 as pb
@@ -97,6 +100,16 @@ def test_all_ranks_take_a_set_between_two_rounds_and_a_wrong_one_none(
     assert tokens[:said_before] == greedy(before, PROMPTS[0], said_before)
     resumed = [*PROMPTS[0], *tokens[:said_before]]
     assert tokens[said_before:] == greedy(after, resumed, 200 - said_before)
+    assert served.tokens(PROMPTS, max_tokens=NEW_TOKENS) == expected(after)
+
+    tensors = read_tensors(Path(new))
+    for number, name in enumerate(sorted(tensors)[:2]):  # each is looked at by another rank
+        folder, values = tmp_path / f"not finite {number}", tensors[name].clone()
+        folder.mkdir()
+        values.view(-1)[3] = float("nan")
+        save_file({**tensors, name: values}, folder / "model.safetensors")
+        with pytest.raises(WeightsError, match=rf"{re.escape(name)} holds 1 numbers that are not"):
+            prepare(served, 2, str(folder))
     assert served.tokens(PROMPTS, max_tokens=NEW_TOKENS) == expected(after)
 
     other = tmp_path / "of four experts"

@@ -7,7 +7,7 @@ accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -101,11 +101,13 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype] | None = None,
+    looked_at: Collection[str] | None = None,
 ) -> None:
     """Raises WeightsError naming what is missing, extra, misshapen, of a wrong dtype, or not
     finite.
 
-    dtypes: of tensors that are no weights; all others hold floats.
+    dtypes: of tensors that are no weights; all others hold floats. looked_at: those whose numbers
+    are read, and not their shape alone; None: all.
     """
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
@@ -130,6 +132,8 @@ def check_tensors(
             shape,
             (dtypes[name],) if dtypes and name in dtypes else STORED_DTYPES,
         )
+        if looked_at is None or name in looked_at:
+            _check_finite(name, tensors[name])
 
 
 def _and_others(names: Sequence[str]) -> str:
@@ -145,6 +149,9 @@ def _check_tensor(
         )
     if tensor.dtype not in dtypes:
         raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=dtypes)
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
     # Both are NaN where a number is; looking at each number takes three copies of the tensor.
     if not all(torch.isfinite(one) for one in torch.aminmax(tensor)):
         wrong = tensor[~torch.isfinite(tensor)]

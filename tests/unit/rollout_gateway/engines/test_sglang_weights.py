@@ -10,7 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import WeightsError
 from paceline.models.adapters import DOWN, FILE, UP, AddedAdapters, hash_of_start
-from paceline.services.rollout_gateway.engines.sglang.plugin.weights import PluginWeights
+from paceline.services.rollout_gateway.engines.sglang.plugin import weights as plugin_weights
+from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
+    HEAD_NAMES,
+    PluginWeights,
+    Ranks,
+)
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.trajectory import Target, VersionSet
 
@@ -74,3 +79,58 @@ def test_adapters_alone_are_handed_over_as_whole_weights(
     changed = start[name].double() + 0.5 * up.double() @ down.double()
     assert torch.allclose(prepared[name].double(), changed, atol=1e-5)
     assert all(torch.equal(one, prepared[key]) for key, one in start.items() if key != name)
+
+
+def read_bytes(path: Path) -> int:
+    """Of a file that this process has mapped, what it has looked at."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counts = line.endswith(str(path))
+        elif counts and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_rank_reads_its_rows_and_a_share_of_the_whole_that_it_looks_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    rows, names = 1 << 20, [f"layers.{number}.weight" for number in range(8)]
+    start, new = tmp_path / "start", tmp_path / "new"
+    for seed, folder in enumerate((start, new)):
+        folder.mkdir()
+        draw = torch.Generator().manual_seed(seed)
+        tensors = {name: torch.randn(rows, generator=draw) for name in (*names, *HEAD_NAMES)}
+        save_file(tensors, folder / "model.safetensors")
+    monkeypatch.setattr(plugin_weights, "from_all_ranks", lambda value, group: [value])
+    one = PluginWeights(SGLangSpec(model_dir=str(start), drafter="off"), Ranks(1 % ranks, ranks))
+    one.prepare(Target.POLICY, 1, new)
+    file, size = new / "model.safetensors", (new / "model.safetensors").stat().st_size
+    looked = read_bytes(file)
+    assert looked == pytest.approx(size / ranks, rel=0.25)
+    for tensor in one.prepared.changes(VersionSet(1, 1, 0))[Target.POLICY].tensors.values():
+        tensor[: rows // ranks].clone()  # what SGLang's loaders narrow and copy
+    assert read_bytes(file) <= looked + 1.5 * size / ranks  # what surrounds a page comes with it
+
+
+def test_a_number_that_is_not_finite_is_seen_by_the_rank_that_looks_at_it_and_refused_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(DEMO / "policy_trained" / "model.safetensors")
+    first, second = sorted(tensors)[:2]
+    tensors[second].view(-1)[5] = float("inf")
+    save_file(tensors, tmp_path / "model.safetensors")
+    spec, told = SGLangSpec(model_dir=str(DEMO / "policy_start"), drafter="off"), list[object]()
+
+    def all_ranks(value: object, group: object) -> list[object]:
+        told.append(value)
+        return told if len(told) == 2 else [value, told_by_the_other]
+
+    told_by_the_other = [f"tensor {second} holds 1 numbers that are not finite", "inf", "finite"]
+    monkeypatch.setattr(plugin_weights, "from_all_ranks", all_ranks)
+    for rank in range(2):
+        with pytest.raises(WeightsError, match=rf"{second} holds 1 numbers.*seen: inf"):
+            PluginWeights(spec, Ranks(rank, 2)).prepare(Target.POLICY, 1, tmp_path)
+    assert told == [None, told_by_the_other]
+    assert first != second

@@ -1,15 +1,16 @@
 """New weights inside SGLang: checked against the served checkpoint, loaded between two rounds. Owns
 the serving set.
 
-Every tensor-parallel rank reads the spooled file itself (one page cache on one host) and SGLang's
-own loaders shard it. Names and shapes are compared with those of the checkpoint the engine was
+Every tensor-parallel rank maps the spooled file itself (one page cache on one host) and SGLang's
+own loaders shard it: of the numbers a rank reads its part, and a share of the whole that it looks
+at for all. Names and shapes are compared with those of the checkpoint the engine was
 started from before anything is loaded, because SGLang ignores unknown names and dies of wrong
 shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,26 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """The tensor-parallel ranks of one SGLang, of which this process is one."""
+
+    rank: int = 0
+    count: int = 1
+    group: Any = None  # of gloo
+
+    def share(self, names: Collection[str]) -> Collection[str]:
+        """Those of the names that this rank looks at."""
+        return frozenset(sorted(names)[self.rank :: self.count])
+
+    def agree(self, error: WeightsError | None) -> None:
+        """Raises on every rank the error of the lowest one that has any."""
+        own = error and [error.message, error.seen, error.allowed]
+        told = from_all_ranks(own, self.group) if self.count > 1 else [own]
+        for one in filter(None, told):
+            raise WeightsError(one[0], seen=one[1], allowed=one[2]) from error
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedTensors:
     """A version that was read and checked."""
 
@@ -58,10 +79,14 @@ class PreparedTensors:
     """What a drafter's trainer says of its drafts."""
 
 
+ALONE = Ranks()
+
+
 class PluginWeights:
     """Serving set and prepared versions of one rank."""
 
-    def __init__(self, spec: SGLangSpec) -> None:
+    def __init__(self, spec: SGLangSpec, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._shared = spec.shared_with_target
         self._start = policy = Path(spec.model_dir)
         self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
@@ -110,7 +135,12 @@ class PluginWeights:
         elif "lm_head.weight" not in expected:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
 
-        check_tensors(tensors, expected)
+        wrong = None
+        try:
+            check_tensors(tensors, expected, looked_at=self._ranks.share(expected))
+        except WeightsError as error:
+            wrong = error
+        self._ranks.agree(wrong)
         tried(target, tensors)
         shift = read_shift(path) if target is Target.DRAFTER else None
         self.prepared.put(target, version, PreparedTensors(tensors, shift))
@@ -134,7 +164,7 @@ class PluginWeights:
         """
         changes = self.prepared.changes(versions)
         self._unloaded |= {target: new.tensors for target, new in changes.items()}
-        if Target.POLICY in changes:
+        if Target.POLICY in changes and self._ranks.rank == 0:  # who tells it
             self.head_hash = hash_head(head_of(changes[Target.POLICY].tensors))
         self.prepared.serve(versions)
 
