@@ -64,10 +64,12 @@ class Ranks:
 
     def agree(self, error: WeightsError | None) -> None:
         """Raises on every rank the error of the lowest one that has any."""
-        own = error and [error.message, error.seen, error.allowed]
+        own = (error.message, error.seen, error.allowed) if error is not None else None
         told = from_all_ranks(own, self.group) if self.count > 1 else [own]
-        for one in filter(None, told):
-            raise WeightsError(one[0], seen=one[1], allowed=one[2]) from error
+        for one in told:
+            if one is not None:
+                message, seen, allowed = one
+                raise WeightsError(message, seen=seen, allowed=allowed) from error
 
 
 @dataclass(frozen=True, slots=True)
