@@ -14,7 +14,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import weights as p
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
     HEAD_NAMES,
     PluginWeights,
-    Ranks,
+    TensorParallel,
 )
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.trajectory import Target, VersionSet
@@ -104,7 +104,9 @@ def test_a_rank_reads_its_rows_and_a_share_of_the_whole_that_it_looks_at(
         tensors = {name: torch.randn(rows, generator=draw) for name in (*names, *HEAD_NAMES)}
         save_file(tensors, folder / "model.safetensors")
     monkeypatch.setattr(plugin_weights, "from_all_ranks", lambda value, group: [value])
-    one = PluginWeights(SGLangSpec(model_dir=str(start), drafter="off"), Ranks(1 % ranks, ranks))
+    one = PluginWeights(
+        SGLangSpec(model_dir=str(start), drafter="off"), TensorParallel(1 % ranks, ranks)
+    )
     one.prepare(Target.POLICY, 1, new)
     file, size = new / "model.safetensors", (new / "model.safetensors").stat().st_size
     looked = read_bytes(file)
@@ -131,6 +133,6 @@ def test_a_number_that_is_not_finite_is_seen_by_the_rank_that_looks_at_it_and_re
     monkeypatch.setattr(plugin_weights, "from_all_ranks", all_ranks)
     for rank in range(2):
         with pytest.raises(WeightsError, match=rf"{second} holds 1 numbers.*seen: inf"):
-            PluginWeights(spec, Ranks(rank, 2)).prepare(Target.POLICY, 1, tmp_path)
+            PluginWeights(spec, TensorParallel(rank, 2)).prepare(Target.POLICY, 1, tmp_path)
     assert told == [None, told_by_the_other]
     assert first != second

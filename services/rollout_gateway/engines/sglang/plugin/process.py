@@ -42,7 +42,10 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
-from paceline.services.rollout_gateway.engines.sglang.plugin.weights import PluginWeights, Ranks
+from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
+    PluginWeights,
+    TensorParallel,
+)
 from paceline.services.rollout_gateway.engines.sglang.rows import row_layout
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -119,7 +122,7 @@ class Plugin:
         if self.rank == 0 and self.worker.ring_path:
             self.ring = RowRing.attach(Path(self.worker.ring_path))
         group = self.tp_group.cpu_group if self.tp_group is not None else None
-        self.weights = PluginWeights(self.spec, Ranks(self.rank, parallel.tp_size, group))
+        self.weights = PluginWeights(self.spec, TensorParallel(self.rank, parallel.tp_size, group))
         config = read_config(Path(self.spec.model_dir), experts=True)
         room = scheduler.req_to_token_pool.req_to_token.shape[1] - get_alloc_reserve_per_decode()
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len, room)

@@ -51,7 +51,7 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class TensorParallel:
     """The tensor-parallel ranks of one SGLang, of which this process is one."""
 
     rank: int = 0
@@ -81,13 +81,13 @@ class PreparedTensors:
     """What a drafter's trainer says of its drafts."""
 
 
-ALONE = Ranks()
+ALONE = TensorParallel()
 
 
 class PluginWeights:
     """Serving set and prepared versions of one rank."""
 
-    def __init__(self, spec: SGLangSpec, ranks: Ranks = ALONE) -> None:
+    def __init__(self, spec: SGLangSpec, ranks: TensorParallel = ALONE) -> None:
         self._ranks = ranks
         self._shared = spec.shared_with_target
         self._start = policy = Path(spec.model_dir)
