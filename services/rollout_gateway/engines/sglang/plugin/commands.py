@@ -203,7 +203,7 @@ class SchedulerEngine:
         the process, which starts again with what serves.
         """
         if MemoryTag.WEIGHTS not in self._released:
-            check_rounding(self._updater, target, tensors, self._plugin.tp_group)
+            check_rounding(self._updater, target, tensors, self._plugin.weights.ranks)
 
     @property
     def _updater(self) -> Any:

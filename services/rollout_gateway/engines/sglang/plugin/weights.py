@@ -88,7 +88,7 @@ class PluginWeights:
     """Serving set and prepared versions of one rank."""
 
     def __init__(self, spec: SGLangSpec, ranks: TensorParallel = ALONE) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._shared = spec.shared_with_target
         self._start = policy = Path(spec.model_dir)
         self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
@@ -139,10 +139,10 @@ class PluginWeights:
 
         wrong = None
         try:
-            check_tensors(tensors, expected, looked_at=self._ranks.share(expected))
+            check_tensors(tensors, expected, looked_at=self.ranks.share(expected))
         except WeightsError as error:
             wrong = error
-        self._ranks.agree(wrong)
+        self.ranks.agree(wrong)
         tried(target, tensors)
         shift = read_shift(path) if target is Target.DRAFTER else None
         self.prepared.put(target, version, PreparedTensors(tensors, shift))
@@ -166,7 +166,7 @@ class PluginWeights:
         """
         changes = self.prepared.changes(versions)
         self._unloaded |= {target: new.tensors for target, new in changes.items()}
-        if Target.POLICY in changes and self._ranks.rank == 0:  # who tells it
+        if Target.POLICY in changes and self.ranks.rank == 0:  # who tells it
             self.head_hash = hash_head(head_of(changes[Target.POLICY].tensors))
         self.prepared.serve(versions)
 
@@ -178,24 +178,20 @@ class PluginWeights:
 
 
 def check_rounding(
-    updater: Any, target: Target, tensors: Mapping[str, Tensor], group: Any = None
+    updater: Any, target: Target, tensors: Mapping[str, Tensor], ranks: TensorParallel = ALONE
 ) -> None:
     """Raises WeightsError where a version is not finite once SGLang has rounded it, on every rank
-    of the `group` where it is so on one.
+    where it is so on one.
     """
     models = [one.model for _, one in updater._select_runners(_SELECTORS[target])]
     models = [model for model in models if rounded.rounds(model)]
     if not models:
         return
-    wrong = [rounded.not_finite(model, tensors) for model in models]
-    if group is not None:
-        wrong = [one for told in from_all_ranks(wrong, group.cpu_group) for one in told]
-    for one in wrong:
-        if one is not None:
-            place, count, value = one
-            raise WeightsError(
-                f"{place}: {count} are not finite after rounding", seen=value, allowed="finite"
-            )
+    wrong = None
+    for one in filter(None, (rounded.not_finite(model, tensors) for model in models)):
+        said = f"{one.place}: {one.numbers} are not finite after rounding"
+        wrong = WeightsError(said, seen=one.value, allowed="finite")
+    ranks.agree(wrong)
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
