@@ -96,7 +96,7 @@ def read_bytes(path: Path) -> int:
 def test_a_rank_reads_its_rows_and_a_share_of_the_whole_that_it_looks_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    rows, names = 1 << 20, [f"layers.{number}.weight" for number in range(8)]
+    rows, names = 1 << 21, [f"layers.{number}.weight" for number in range(8)]
     start, new = tmp_path / "start", tmp_path / "new"
     for seed, folder in enumerate((start, new)):
         folder.mkdir()
@@ -110,10 +110,10 @@ def test_a_rank_reads_its_rows_and_a_share_of_the_whole_that_it_looks_at(
     one.prepare(Target.POLICY, 1, new)
     file, size = new / "model.safetensors", (new / "model.safetensors").stat().st_size
     looked = read_bytes(file)
-    assert looked == pytest.approx(size / ranks, rel=0.25)
+    assert size / ranks * 0.9 < looked < size / ranks * 1.5  # what surrounds a page comes with it
     for tensor in one.prepared.changes(VersionSet(1, 1, 0))[Target.POLICY].tensors.values():
         tensor[: rows // ranks].clone()  # what SGLang's loaders narrow and copy
-    assert read_bytes(file) <= looked + 1.5 * size / ranks  # what surrounds a page comes with it
+    assert read_bytes(file) <= looked + 1.5 * size / ranks
 
 
 def test_a_number_that_is_not_finite_is_seen_by_the_rank_that_looks_at_it_and_refused_by_all(
