@@ -54,7 +54,9 @@ WEIGHT_STD = 0.02
 NAME = "ngram"  # the arms' speculator whose place is taken
 
 
-def write_random_model(directory: Path, sizes: Mapping[str, int], seed: int) -> int:
+def write_random_model(
+    directory: Path, sizes: Mapping[str, int], seed: int, dtype: torch.dtype = torch.float32
+) -> int:
     """A Llama checkpoint with weights N(0, 0.02^2) and norms of one; returns its number of
     parameters.
     """
@@ -69,9 +71,9 @@ def write_random_model(directory: Path, sizes: Mapping[str, int], seed: int) -> 
     (directory / "config.json").write_text(json.dumps(raw))
     source = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.ones(shape)
+        name: torch.ones(shape, dtype=dtype)
         if len(shape) == 1
-        else torch.randn(shape, generator=source) * WEIGHT_STD
+        else (torch.randn(shape, generator=source) * WEIGHT_STD).to(dtype)
         for name, shape in model_shapes(parse_config(raw)).items()
     }
     save_file(tensors, directory / "model.safetensors")

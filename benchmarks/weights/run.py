@@ -1,5 +1,6 @@
 """Measures full pushes and deltas of weights beside a copy in memory and a raw TCP copy of the same
-bytes, from 2 million weights to two layers of a 7B model.
+bytes, from 2 million weights to two layers of a 7B model, and what an engine then takes to serve
+them, under each profile.
 
 Updates are those of AdamW at the learning rates of RL, over white gradients, with moments as they
 are after many steps. The receiver is a process of its own with a spool on the disk of temporary
@@ -22,6 +23,7 @@ from benchmarks.processes import child
 from benchmarks.result import BenchResult, Goal, Row, say
 from benchmarks.transport import CONTEXT, RECEIVERS, measure, raw_copy
 from benchmarks.weights.costs import FAR, by_share, by_size, timed
+from benchmarks.weights.in_place import served_in_place
 from benchmarks.weights.tables import (
     DELTA,
     FULL,
@@ -71,6 +73,8 @@ async def run(options: argparse.Namespace) -> BenchResult:
         measured = await _measured(old, new, encoded, options.repeats)
         rows += rows_of(f"{millions:g}M", encoded, measured)
         goals = goals_of(encoded, measured)
+        del old, new
+        rows += served_in_place(millions, options.repeats)
     middle = min(sizes[-1], 100)
     say("costs by share and by size")
     rows += by_share(stepped(int(middle * 1e6), 0.0)[0])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.weights.in_place import served_in_place, shape_of
 from benchmarks.weights.updates import (
     BETA_1,
     BETA_2,
@@ -16,6 +17,7 @@ from benchmarks.weights.updates import (
     moved,
     stepped,
 )
+from paceline.models.profiles import ROUNDED
 from paceline.tensors import as_numpy
 
 
@@ -53,3 +55,23 @@ def test_moved_weights_are_a_share_of_them_and_all_are_finite() -> None:
     assert np.mean(moved(old, 0.03) != as_numpy(old)) == pytest.approx(0.03, rel=0.05)
     assert np.all(all_moved(old) != as_numpy(old))
     assert np.all((all_moved(old) & 0x7F80) != 0x7F80)
+
+
+@pytest.mark.parametrize(("millions", "near"), [(1, 0.8), (50, 50), (404, 405), (1000, 1012)])
+def test_a_model_that_is_served_has_about_as_many_weights_as_it_is_called_by(
+    millions: float, near: float
+) -> None:
+    shape = shape_of(millions)
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    layer = 4 * hidden**2 + 3 * hidden * inner
+    assert shape["num_hidden_layers"] * layer / 1e6 == pytest.approx(near, rel=0.02)
+
+
+def test_every_profile_that_can_be_computed_is_served_in_fewer_bytes_than_bfloat16() -> None:
+    plain, *rounded = served_in_place(1, 1)
+    assert plain["profile"] == "bfloat16"
+    assert {"fp8_channel", "fp8_tensor"} <= {row["profile"] for row in rounded} <= {*ROUNDED}
+    layers = float(plain["MB"]) - 2 * 512 * 256 * 2 / 1e6  # but for embedding and head
+    for row in rounded:
+        saved = float(plain["MB"]) - float(row["MB"])
+        assert saved == pytest.approx(layers / 2, rel=0.03)
