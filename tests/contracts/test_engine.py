@@ -80,6 +80,7 @@ class Case:
     build: Callable[[RowSink | None], Engine]
     weights: Path  # what a prepared policy version is read from
     row_bytes: int
+    profile: str = ""  # that the engine starts with
     reuses: bool = True  # keys and values of ended requests serve prompts that begin alike
 
 
@@ -173,7 +174,7 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         memory_saver=True,
         profile=request.param.removeprefix("embedded").removeprefix("_"),
     )
-    yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
+    yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48, embedded.profile)
 
 
 def request(
@@ -389,11 +390,11 @@ def test_a_commit_between_rounds_shows_in_the_spans(case: Case, mode: PauseMode)
     engine = case.build(None)
     engine.enqueue(request(0, max_tokens=40))
     early = engine.step() + engine.step()
-    engine.prepare_weights(Target.POLICY, 1, case.weights)
-    assert engine.versions == VersionSet(0, 0, 0)
+    engine.prepare_weights(Target.POLICY, 1, case.weights, case.profile)
+    assert engine.versions == VersionSet(0, 0, 0, case.profile)
     before = "" if isinstance(engine, RemoteEngine) else engine.lm_head_hash
-    assert engine.commit_weights(VersionSet(1, 1, 0), mode) == []
-    assert engine.versions == VersionSet(1, 1, 0)
+    assert engine.commit_weights(VersionSet(1, 1, 0, case.profile), mode) == []
+    assert engine.versions == VersionSet(1, 1, 0, case.profile)
     assert (
         isinstance(engine, RemoteEngine) or engine.lm_head_hash != before
     )  # a process tells it by manifest
@@ -407,9 +408,10 @@ def test_a_commit_that_aborts_ends_all_requests(case: Case) -> None:
     engine = case.build(None)
     engine.enqueue(request(0))
     engine.step()
-    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    engine.prepare_weights(Target.POLICY, 1, case.weights, case.profile)
     assert [
-        chunk.finish for chunk in engine.commit_weights(VersionSet(1, 1, 0), PauseMode.ABORT)
+        chunk.finish
+        for chunk in engine.commit_weights(VersionSet(1, 1, 0, case.profile), PauseMode.ABORT)
     ] == [Finish.ABORT]
 
 
@@ -448,8 +450,8 @@ def test_a_commit_that_aborts_lets_requests_go_on_under_the_new_weights(case: Ca
     engine = case.build(None)
     engine.enqueue(request(0, max_tokens=40))
     early = engine.step() + engine.step()
-    engine.prepare_weights(Target.POLICY, 1, case.weights)
-    (ended,) = early + engine.commit_weights(VersionSet(1, 1, 0), PauseMode.ABORT)
+    engine.prepare_weights(Target.POLICY, 1, case.weights, case.profile)
+    (ended,) = early + engine.commit_weights(VersionSet(1, 1, 0, case.profile), PauseMode.ABORT)
     kept = len(ended.token_ids)
     assert ended.finish is Finish.ABORT
     assert ended.version_spans == (VersionSpan(0, kept, 0),)
@@ -499,12 +501,12 @@ def test_rows_of_a_request_that_goes_on_leave_for_all_of_its_tokens(case: Case) 
 
 def test_what_is_not_prepared_is_not_committed(case: Case) -> None:
     engine = case.build(None)
-    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    engine.prepare_weights(Target.POLICY, 1, case.weights, case.profile)
     engine.abort_weights(Target.POLICY, 1)
     engine.abort_weights(Target.POLICY, 9)
     with pytest.raises(WeightsError, match="prepared"):
-        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
-    assert engine.versions == VersionSet(0, 0, 0)
+        engine.commit_weights(VersionSet(1, 1, 0, case.profile), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(0, 0, 0, case.profile)
 
 
 def test_rows_leave_once_for_every_token_but_the_last(case: Case) -> None:
@@ -926,9 +928,9 @@ def test_a_version_committed_while_memory_is_released_serves_after_its_return(ca
         engine = releasing(case)
         if released:
             engine.release_memory(())
-        engine.prepare_weights(Target.POLICY, 1, case.weights)
-        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.RETRACT)
-        assert engine.versions == VersionSet(1, 1, 0)
+        engine.prepare_weights(Target.POLICY, 1, case.weights, case.profile)
+        engine.commit_weights(VersionSet(1, 1, 0, case.profile), PauseMode.RETRACT)
+        assert engine.versions == VersionSet(1, 1, 0, case.profile)
         if released:
             engine.resume_memory(())
         engine.enqueue(request(1))

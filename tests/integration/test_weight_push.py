@@ -644,4 +644,4 @@ async def test_versions_file_names_the_committed_set(start: Start, tmp_path: Pat
     await receiver.push(P, 1)
     await receiver.commit(1, 1, 0)
     sets = json.loads((tmp_path / "spool" / "versions.json").read_text())["sets"]
-    assert sets == [{"seq": 1, "policy": 1, "drafter": 0}]
+    assert sets == [{"seq": 1, "policy": 1, "drafter": 0, "profile": ""}]

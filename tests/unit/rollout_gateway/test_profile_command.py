@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.adapters import hash_of_start
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
-from paceline.models.profiles import PROFILES, ROUNDED
+from paceline.models.profiles import PROFILES, ROUNDED, profile_name
 from paceline.services.rollout_gateway.engines.embedded import profile_report
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.profile_report import measure_profile
@@ -129,9 +129,11 @@ def test_what_is_written_chooses_the_profile_for_this_model_and_for_no_other(
     with pytest.raises(ConfigError, match=f"was measured on other weights; {hashes}"):
         build_embedded(EmbeddedSpec(model_dir=str(other), drafter="off", profile=str(file)))
     # ... as a version it is what training made of the first, and rounded alike
-    engine.prepare_weights(Target.POLICY, 1, other)
-    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
-    assert engine.versions == VersionSet(1, 1, 0)
+    profile = engine.versions.profile
+    assert profile == profile_name(str(file))
+    engine.prepare_weights(Target.POLICY, 1, other, profile)
+    engine.commit_weights(VersionSet(1, 1, 0, profile), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(1, 1, 0, profile)
 
 
 def test_the_demos_policy_answers_the_held_out_tasks_beside_it(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def test_a_new_version_is_served_in_eight_bits_too(tmp_path: Path) -> None:
     round_trip(tmp_path / "new", tmp_path / "kept")
     batch = requests(8)
     engine = build(tmp_path / "old", profile="int8")
-    engine.prepare_weights(Target.POLICY, 1, tmp_path / "new")
-    engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    engine.prepare_weights(Target.POLICY, 1, tmp_path / "new", "int8")
+    engine.commit_weights(VersionSet(1, 1, 0, "int8"), PauseMode.IN_PLACE)
     assert said(generate(engine, batch, "eagle:3_1_4")) == said(
         generate(build(tmp_path / "kept"), batch, "off")
     )
