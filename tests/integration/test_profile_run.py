@@ -15,7 +15,6 @@ from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 8
 SETTINGS = (
     "coordinator.profiles=['fp8_channel']",
     "policy_trainer.algorithm.correction.weight=token",
@@ -23,8 +22,9 @@ SETTINGS = (
 )
 
 
-def use_profile(run: Path, profile: str) -> str:
-    command = [sys.executable, "-m", "paceline.cli.main", "use-profile", profile]
+def told(run: Path, *words: str) -> str:
+    """What a command says of the run, which goes on until it is told to stop."""
+    command = [sys.executable, "-m", "paceline.cli.main", *words]
     done = subprocess.run(
         [*command, "--config", str(run / "config.toml")],
         capture_output=True,
@@ -40,12 +40,18 @@ def test_tokens_are_drawn_under_the_profile_of_the_set_that_serves(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "demo-0-1"
-    process = demo(tmp_path, "--steps", str(STEPS), *SMALL, *SETTINGS)
-    lines = wait_for(process, "step 1/")
-    assert "fp8_channel from p" in use_profile(run, "fp8_channel")
-    lines += wait_for(process, ".fp8_channel")
-    assert "serves under fp8_channel; no profile from p" in use_profile(run, "none")
-    output, _ = process.communicate(timeout=patient(400))
+    process = demo(tmp_path, "--steps", "10000", *SMALL, *SETTINGS)
+    try:
+        lines = wait_for(process, "step 1/")
+        assert "fp8_channel from p" in told(run, "use-profile", "fp8_channel")
+        lines += wait_for(process, ".fp8_channel")
+        assert "serves under fp8_channel; no profile from p" in told(run, "use-profile", "none")
+        while ".fp8_channel" in lines[-1]:
+            lines += wait_for(process, "step ")
+        told(run, "stop")
+        output, _ = process.communicate(timeout=patient(400))
+    finally:
+        process.terminate()  # no harm once it has ended
     assert process.returncode == 0, "".join(lines) + output
 
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]

@@ -121,7 +121,7 @@ async def test_policies_pushed_under_a_profile_are_served_in_place_and_trajector
             tensors = list(decode_safetensors(raw).values())
             manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, version, tensors)
             await push_weights(served.channel, manifest, tensors, context)
-            await commit_versions(served.channel, context, VersionSet(version, version, 0))
+            await commit_versions(served.channel, context, VersionSet(version, version, 0, profile))
 
         first = await hashes(tpb.PURPOSE_TRAIN)
         await serve(1, POLICY.parent / "policy_trained")
