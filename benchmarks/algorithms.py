@@ -77,11 +77,8 @@ async def run(options: argparse.Namespace) -> BenchResult:
     for seed in range(options.seeds):
         for arm in wanted:
             given = (*NO_EVALUATIONS, *ARMS[arm], *options.overrides)
-            out, name = (
-                options.out.absolute() / options.workload,
-                arm.replace(", ", "-").replace(" ", ""),
-            )
-            workload = WORKLOADS[options.workload]
+            out = options.out.absolute() / options.workload
+            name, workload = arm.replace(", ", "-").replace(" ", ""), WORKLOADS[options.workload]
             plan = DemoPlan(out, seed, name, options.steps, given, workload=workload)
             made = await demo_runs.finished_run(plan)
             runs.append(DemoRun(seed, arm, made.summary, made.steps, made.cpu_s))

@@ -77,6 +77,7 @@ ARM_PATH, NUMBERS_PATH = "arm=", "numbers="
 proto AuditVerdict.
 """
 
+
 Span = TypeVar("Span", VersionSpan, DrawSpan)
 
 

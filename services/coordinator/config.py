@@ -7,8 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from paceline.config import Config, ServiceConfig
-from paceline.errors import ConfigError
-from paceline.models.profiles import ROUNDED
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models.profiles import check_profile
 from paceline.services.coordinator.machine.settings import (
     CommitMode,
     Placement,
@@ -25,9 +25,10 @@ AGENT = "agent"
 
 
 def _rounded(values: tuple[str, ...]) -> tuple[str, ...]:
-    if unknown := [one for one in values if one not in ROUNDED]:
-        raise ValueError(f"no such profile: {unknown[0]}; allowed: {', '.join(ROUNDED)}")
-    return values
+    try:
+        return tuple(map(check_profile, values))
+    except InvalidInput as error:  # pydantic adds where the setting stands
+        raise ValueError(str(error)) from error
 
 
 class Scoring(NamedTuple):

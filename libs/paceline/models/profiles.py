@@ -105,12 +105,11 @@ def chosen_profile(value: str, config: ModelConfig, start: Callable[[], str]) ->
     since it takes a second a gigabyte. Raises ConfigError for a name that is none, and for a file
     that cannot be read or was measured on a model of another shape or of other weights.
     """
-    if not check_profile_name(value):
-        return None
+    name = profile_name(value)
     if not value.endswith(FILE):
-        return PROFILES[value]
+        return PROFILES[name] if name else None
     found = _read(Path(value))
-    name, model = profile_name(value), found.get("model")
+    model = found.get("model")
     if model != model_words(config):
         raise ConfigError(
             f"{value} is a profile of another model", seen=model, allowed=model_words(config)

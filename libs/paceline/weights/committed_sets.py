@@ -49,6 +49,10 @@ class CommittedSets:
         """The one before the serving one."""
         return self._sets[-2] if len(self._sets) > 1 else None
 
+    def as_they_are_now(self) -> CommittedSets:
+        """What another process has written since."""
+        return CommittedSets(self._file.parent, self._keep)
+
     def names(self, part: Part) -> bool:
         """Whether a part is of a kept set, or the drafter that served before the serving one."""
         drafter_before = (WEIGHT_TARGET_DRAFTER, self._former_drafter)
