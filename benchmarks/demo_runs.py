@@ -166,20 +166,15 @@ def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
     return DemoRun(seed, arm, summary, [json.loads(line) for line in lines], cpu_s)
 
 
-async def trained_drafter(
-    made: Path, seed: int, like: DemoRun, *options: str, before: tuple[int, int] = (0, 0)
-) -> Path:
-    """A drafter trained offline with the optimiser steps and tokens that `like` spent, and those
-    `before` it; further make_drafter options.
+async def trained_drafter(made: Path, seed: int, steps: int, tokens: int, *options: str) -> Path:
+    """A drafter trained offline with so many optimiser steps and tokens in all; further
+    make_drafter options.
     """
     if not (made / "model.safetensors").is_file():
-        steps, tokens = (
-            str(max(1, spent + like.summary[f"drafter_{count}"]))
-            for count, spent in zip(("steps", "tokens"), before, strict=True)
-        )
-        budget = ["--steps", steps, "--tokens", tokens, "--seed", str(seed), "--out", str(made)]
+        budget = ["--steps", str(max(1, steps)), "--tokens", str(max(1, tokens))]
         script = demo_folder() / "make_drafter.py"
-        await run_to_end([sys.executable, str(script), *budget, *options])
+        where = ["--seed", str(seed), "--out", str(made)]
+        await run_to_end([sys.executable, str(script), *budget, *where, *options])
     return made
 
 

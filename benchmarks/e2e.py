@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags, words
+from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags
+from benchmarks.options import above_zero
 from benchmarks.picture import picture
 from benchmarks.result import (
     BenchResult,
@@ -41,11 +42,11 @@ ARMS: Mapping[str, Sequence[str]] = {
     "scratch": ("gateway.drafter=eagle", "drafter_trainer.drafter=eagle"),
     "frozen": (),
 }
-"""Settings of each. The frozen drafter gets as much training as the co-trained one had, its start
-included.
+"""Settings of each."""
+START_STEPS, BATCH_TOKENS = 2_000, 256
+"""Optimiser steps behind the demo's start drafter, and tokens of each: see its make_drafter.py. A
+co-trained one's steps are as large.
 """
-START_BUDGET = (2_000, 512_000)
-"""Optimiser steps and tokens behind the demo's start drafter, see its make_drafter.py."""
 
 RISE_GOAL, ACCEPT_GOAL, WAIT_GOAL, STEP_GOAL = 0.25, 3.3, 0.02, 1.2
 SPEED_GOALS = {"none": 1.5, "ngram": 1.2, "frozen": 1.2}
@@ -57,8 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 .. N-1")
     parser.add_argument("--steps", type=int, default=80, help="RL steps of a run")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
     parser.add_argument(
-        "--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; frozen needs {OURS}"
+        "--frozen-steps",
+        type=above_zero(int),
+        default=40,
+        help="optimiser steps that the frozen drafter has had for each RL step, beside its start's",
     )
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps")
     parser.add_argument(
@@ -72,13 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(options: argparse.Namespace) -> BenchResult:
     """All runs, seed by seed; those of a seed take turns, a step each.
 
-    Raises InvalidInput for arms that do not go together.
+    Raises InvalidInput for an arm that is none.
     """
     seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
     wanted = chosen_arms(options.arms)
     runs: list[DemoRun] = []
     for seed in range(seeds):
-        runs += await _of_seed(options.out.absolute(), seed, wanted, steps, options.overrides)
+        runs += await finished_in_turns([_plan(options, seed, arm, steps) for arm in wanted])
         told = ", ".join(f"{one.arm} {_tokens_s(one):.0f}" for one in runs[-len(wanted) :])
         say(f"seed {seed}: {told} tokens/s")
     pictures(runs, options.out)
@@ -88,12 +93,8 @@ async def run(options: argparse.Namespace) -> BenchResult:
 def chosen_arms(text: str) -> tuple[str, ...]:
     """Arms of a comma-separated list in the order in which they run."""
     named = set(text.split(","))
-    if not named <= set(ARMS) or ("frozen" in named and OURS not in named):
-        raise InvalidInput(
-            "these arms cannot be compared",
-            seen=text,
-            allowed=f"{', '.join(ARMS)}; frozen needs {OURS}",
-        )
+    if not named <= set(ARMS):
+        raise InvalidInput("no such arm", seen=text, allowed=", ".join(ARMS))
     return tuple(arm for arm in ARMS if arm in named)
 
 
@@ -224,31 +225,25 @@ def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
     }
 
 
-async def _of_seed(
-    out: Path, seed: int, arms: Sequence[str], steps: int, overrides: Sequence[str]
-) -> list[DemoRun]:
-    """The finished runs of a seed, in turns; the frozen arm's comes after them, since its drafter's
-    budget is what ours then has had.
-    """
+def _plan(options: argparse.Namespace, seed: int, arm: str, steps: int) -> DemoPlan:
+    async def frozen() -> tuple[str, ...]:
+        """A drafter of the start policy, one for all seeds, with more training than a co-trained
+        one gets.
+        """
+        trained = START_STEPS + options.frozen_steps * steps
+        made = options.out.absolute() / f"drafter-{trained}"
+        await demo_runs.trained_drafter(made, 0, trained, trained * BATCH_TOKENS)
+        return ("--frozen-drafter", str(made))
 
-    def plan(arm: str, flags: Flags) -> DemoPlan:
-        return DemoPlan(out, seed, arm, steps, [*ARMS[arm], *overrides], flags)
-
-    together = [
-        plan(arm, WITHOUT if arm in ("none", "ngram") else NO_WORDS)
-        for arm in arms
-        if arm != "frozen"
-    ]
-    runs = await finished_in_turns(together)
-    if "frozen" in arms:
-        ours = next(one for one in runs if one.arm == OURS)
-        made = await demo_runs.trained_drafter(
-            out / f"drafter-{seed}", seed, ours, before=START_BUDGET
-        )
-        runs.append(
-            await demo_runs.finished_run(plan("frozen", words("--frozen-drafter", str(made))))
-        )
-    return runs
+    flags: Flags = WITHOUT if arm in ("none", "ngram") else NO_WORDS
+    return DemoPlan(
+        options.out.absolute(),
+        seed,
+        arm,
+        steps,
+        [*ARMS[arm], *options.overrides],
+        frozen if arm == "frozen" else flags,
+    )
 
 
 def _tokens_s(one: DemoRun) -> float:
