@@ -149,4 +149,5 @@ def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path, sequences
             f"gap {gap:.1e}"
         )
         assert not differ
-        assert (accepted > tokens / 100) == (arm != "off")
+        # A bandit soon leaves arms that do not pay where they were measured.
+        assert (accepted > (tokens / 100 if arm else 0)) == (arm != "off")

@@ -1,9 +1,11 @@
 """A killed SGLang: its request ends as unavailable, another starts, loads the committed versions
-and serves again. One that is killed while it starts leaves no process.
+and serves again; a commit that it took with it has changed nothing. One that is killed while it
+starts leaves no process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from sglang_served import DEMO, greedy, load_oracle
 from transformers import AutoTokenizer
 
 from paceline.config import SecurityConfig
+from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
 from paceline.rpc import channel
@@ -50,7 +53,7 @@ def scheduler_of(pid: int) -> psutil.Process:
     )
 
 
-async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_path: Path) -> None:
+async def test_a_killed_sglang_is_replaced_and_serves_what_was_committed(tmp_path: Path) -> None:
     config = GatewayConfig.model_validate(
         {
             "model": str(DEMO / "policy_start"),
@@ -66,14 +69,18 @@ async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_p
         }
     )
     prompt = AutoTokenizer.from_pretrained(DEMO / "policy_start").encode("48:36=")
-    expected = greedy(load_oracle(DEMO / "policy_trained"), prompt, 16)
+    start, trained = (
+        greedy(load_oracle(DEMO / name), prompt, 16) for name in ("policy_start", "policy_trained")
+    )
+    assert start != trained
     async with (
         running(config) as (port, http_port),
         channel(f"127.0.0.1:{port}", SecurityConfig()) as to_gateway,
     ):
         stub: Any = RolloutServiceStub(to_gateway)
-        await commit_trained(to_gateway)
-        assert await ask(http_port, prompt, 16) == expected
+        await push(to_gateway, 1, "policy_trained")
+        await commit(to_gateway, 1)
+        assert await ask(http_port, prompt, 16) == trained
         sampling = tpb.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, seed=1)
         call = stub.Generate(
             rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling),
@@ -89,19 +96,35 @@ async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_p
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         details = rpc_status.from_call(raised.value).details
         assert any(detail.Is(RetryInfo.DESCRIPTOR) for detail in details)
-        assert await ask(http_port, prompt, 16) == expected  # waits for the new one
+        assert await ask(http_port, prompt, 16) == trained  # waits for the new one
+
+        await push(to_gateway, 2, "policy_start")
+        status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+        scheduler = scheduler_of(status.workers[0].pid)
+        scheduler.suspend()
+        committing = asyncio.create_task(commit(to_gateway, 2))
+        await asyncio.wait((committing,), timeout=1)
+        assert not committing.done()
+        scheduler.kill()
+        with pytest.raises(PacelineError):
+            await committing
+        assert await ask(http_port, prompt, 16) == trained
+        await commit(to_gateway, 2)
+        assert await ask(http_port, prompt, 16) == start
 
 
-async def commit_trained(to_gateway: grpc.aio.Channel) -> None:
-    """Policy version 1: the trained one."""
-    tensors = list(
-        decode_safetensors((DEMO / "policy_trained" / "model.safetensors").read_bytes()).values()
-    )
-    context = tpb.CommandContext(run_id="restart", step=0, epoch=1)
-    await push_weights(
-        to_gateway, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context
-    )
-    await commit_versions(to_gateway, context, VersionSet(1, 1, 0))
+CONTEXT = tpb.CommandContext(run_id="restart", step=0, epoch=1)
+
+
+async def push(to_gateway: grpc.aio.Channel, version: int, policy: str) -> None:
+    """One of the demo's policies as this version."""
+    tensors = list(decode_safetensors((DEMO / policy / "model.safetensors").read_bytes()).values())
+    manifest = build_manifest(pb.WEIGHT_TARGET_POLICY, version, tensors)
+    await push_weights(to_gateway, manifest, tensors, CONTEXT)
+
+
+async def commit(to_gateway: grpc.aio.Channel, policy: int) -> None:
+    await commit_versions(to_gateway, CONTEXT, VersionSet(policy, policy, 0))
 
 
 async def ask(port: int, prompt: list[int], count: int) -> list[int]:
