@@ -61,6 +61,7 @@ def drafter_shape(target: ModelConfig, layers: int) -> ModelConfig:
         output_bias=False,
         qk_norm=True,
         tie_word_embeddings=False,
+        eos_token_ids=(),
     )
 
 
