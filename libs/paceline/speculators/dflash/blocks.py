@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 TOGETHER = 32
-"""Blocks that are attended at once: what bounds the scores in memory, TOGETHER B of them for each
-head and row of the context.
+"""Blocks that are attended at once, so that each product is over few of a row's documents. Without
+gradients it also bounds the scores in memory: TOGETHER B for each head and row of the context.
 """
 
 
