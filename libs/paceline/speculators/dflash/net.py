@@ -84,7 +84,9 @@ class DflashOptions(Config):
         default=4.0, gt=0, description="draft k weighs exp(-(k - 1) / gamma) in the loss"
     )
     blocks_per_row: int = Field(
-        default=128, ge=1, description="blocks learned from one row at most; more are drawn from"
+        default=128,
+        ge=1,
+        description="blocks learned from one row at most, drawn among its drafting targets",
     )
 
 
