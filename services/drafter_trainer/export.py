@@ -26,7 +26,7 @@ from paceline.speculators.loading import net_of
 
 HELP = """Write a trained drafter as another engine's checkpoint.
 
-sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE3).
+sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE3), DFlash (DFLASH).
 
 vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
 (mlp_speculator).

@@ -14,10 +14,12 @@ from goodness_of_fit import g_test, power
 from random_models import random_model
 from torch import Tensor
 
+from paceline.models.config import read_config
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.speculators.dflash.net import DflashNet, DflashOptions
 from paceline.trajectory import SpeculationStats
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3
@@ -52,6 +54,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     directory = tmp_path_factory.mktemp("model")
     model = random_model("llama", sharpness=3.0, **SHAPE)
     model.save_pretrained(directory)
+    # A fresh one would read three of the model's two layers.
+    options = DflashOptions(block_size=4, inner_layers=(1,))
+    DflashNet.fresh(read_config(directory), options, 0).save(directory / "dflash")
     prompts = torch.tensor(PROMPT).expand(len(SEQUENCES), -1)
     with torch.inference_mode():
         logits = model.double()(torch.cat((prompts, SEQUENCES), dim=1)).logits
@@ -107,6 +112,8 @@ REJECTION = {"verification": "rejection"}
         ("eagle", "eagle:3_2_7", {}),
         ("ngram", "ngram:4_1_5", {}),
         ("eagle", "eagle:3_1_4", REJECTION),
+        pytest.param("dflash", "dflash:3_2_7", {}, marks=pytest.mark.slow),
+        ("dflash", "dflash:3_1_4", REJECTION),
         pytest.param("ngram", "ngram:4_1_5", REJECTION, marks=pytest.mark.slow),
     ],
 )
@@ -115,7 +122,9 @@ def test_the_engines_sequences_follow_the_checkpoint(
 ) -> None:
     directory, logits = checkpoint
     arms = () if arm == "off" else (arm,)
-    observed, speculation = said(directory, drafter, arm, arms=arms, **options)
+    saved = directory / drafter
+    named = str(saved) if saved.is_dir() else drafter
+    observed, speculation = said(directory, named, arm, arms=arms, **options)
     result = g_test(observed, exact(logits))
     print(
         f"{arm}: {result}; {speculation.accepted_tokens} of {speculation.drafted_tokens} drafts "

@@ -274,15 +274,21 @@ def _rotated(config: ModelConfig, layer: LayerWeights, qkv: Tensor, rotation: Te
     """
     heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
     qk = qkv[:, : heads * dim].view(-1, heads, dim)
-    if layer.qk_norm is None and qk.dtype == torch.float32:
-        torch.view_as_complex(qk.view(-1, heads, dim // 2, 2)).mul_(rotation)
-        return qk[:, : config.num_heads]
-    turned = qk
-    if layer.qk_norm is not None:
-        turned = functional.rms_norm(qk, (dim,), None, config.rms_norm_eps) * layer.qk_norm
-    pairs = torch.view_as_complex(turned.float().unflatten(2, (-1, 2)).contiguous())
-    qk.copy_(torch.view_as_real(pairs * rotation).flatten(2))
+    rotate_heads(qk, layer.qk_norm, rotation, config.rms_norm_eps)
     return qk[:, : config.num_heads]
+
+
+def rotate_heads(heads: Tensor, norm: Tensor | None, rotation: Tensor, eps: float) -> None:
+    """Normalises heads [..., D], interleaved, by norm [..., D] or not at all and rotates them by
+    rotation [..., D / 2], in place.
+    """
+    dim = heads.shape[-1]
+    if norm is None and heads.dtype == torch.float32:
+        torch.view_as_complex(heads.unflatten(-1, (dim // 2, 2))).mul_(rotation)
+        return
+    turned = heads if norm is None else functional.rms_norm(heads, (dim,), None, eps) * norm
+    pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2)).contiguous())
+    heads.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
 
 
 def _attend(

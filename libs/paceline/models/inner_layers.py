@@ -1,5 +1,5 @@
-"""Which decoder layers' inputs a drafter reads: EAGLE-3's rule and what its checkpoints say.
-Imports no torch.
+"""Which decoder layers' inputs a drafter reads: EAGLE-3's rule, which DFlash drafters here begin
+with too, and what checkpoints of both say. Imports no torch.
 
 A layer is named by the residual stream that enters it (speculators/base.py, CaptureSpec). A
 checkpoint's config.json names the layer that the state leaves, one less.
@@ -19,16 +19,16 @@ SHALLOWEST = INNER_STATES + 1
 """Layers that a target needs at least: nothing is read before the first one."""
 
 
-def default_inner_layers(num_layers: int) -> tuple[int, int, int]:
+def default_inner_layers(num_layers: int, drafter: str = "EAGLE-3") -> tuple[int, int, int]:
     """Layers 2, L // 2 and L - 3 (Li et al. 2025, arXiv 2503.01840, as released: low, middle and
     high).
 
     Where these do not ascend, below seven layers, the nearest three of 1 .. L - 1 that do. Raises
-    ConfigError for fewer than four layers.
+    ConfigError naming the drafter for fewer than four layers.
     """
     if num_layers < SHALLOWEST:
         raise ConfigError(
-            "the target is too shallow for EAGLE-3",
+            f"the target is too shallow for {drafter}",
             seen=num_layers,
             allowed=f">= {SHALLOWEST} layers",
         )
@@ -65,6 +65,24 @@ def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tupl
     if not isinstance(left, list) or any(type(one) is not int for one in left):
         raise ConfigError("inner states of EAGLE-3", seen=left, allowed="a list of layers")
     return inner_layers(num_layers, tuple(layer + 1 for layer in left))
+
+
+def dflash_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers that the DFlash drafter of a config.json reads of a target with `num_layers`: as many
+    as it names, by default those of EAGLE-3, so that both learn from the same rows.
+
+    Raises ConfigError for a target too shallow for the default, for what is no list of layers, and
+    for layers the target does not have.
+    """
+    inside = config_json.get("dflash_config") or {}
+    left = inside.get("target_layer_ids", config_json.get("target_layer_ids"))
+    if left is None:
+        return default_inner_layers(num_layers, "DFlash")
+    if not isinstance(left, list) or not left or any(type(one) is not int for one in left):
+        raise ConfigError("target_layer_ids of DFlash", seen=left, allowed="a list of layers")
+    layers = tuple(layer + 1 for layer in left)
+    check_inner_layers(layers, num_layers)
+    return layers
 
 
 def check_inner_layers(layers: tuple[int, ...], num_layers: int) -> None:

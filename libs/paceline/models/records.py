@@ -29,18 +29,18 @@ class LoadedTensor:
     shape: tuple[int, ...]
     heads: int = 0
     """Heads whose halves are interleaved along the rows; 0: none are."""
-    repeated: int = 1
-    """It stands so often below itself."""
+    repeated: int = 0
+    """Rows that are each this vector; 0: it is served once, as it is."""
 
     @property
     def rows(self) -> int:
         """Of what is made of it."""
-        return self.shape[0] if self.repeated == 1 else self.repeated
+        return self.repeated or self.shape[0]
 
     def turned(self, stored: Tensor) -> Tensor:
         """Its rows as they are served."""
         found = interleave(stored, self.heads) if self.heads else stored
-        return found if self.repeated == 1 else found.expand(self.repeated, -1)
+        return found.expand(self.repeated, -1) if self.repeated else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ServedTensor:
         sizes = [part.rows for part in self.parts]
         # A drafter's layer may read wider inputs than its config says.
         first = tensors[self.parts[0].name].shape
-        width = first[1:] if self.parts[0].repeated == 1 else first
+        width = first if self.parts[0].repeated else first[1:]
         whole = torch.empty((sum(sizes), *width), dtype=dtype, device=device)
         for part, rows in zip(self.parts, whole.split(sizes), strict=True):
             rows.copy_(part.turned(tensors[part.name].detach()))
@@ -81,7 +81,7 @@ def layer_records(config: ModelConfig, prefix: str, place: str = "") -> Iterator
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": 0}
     widths = {"q": config.num_heads * dim, "k": config.kv_width // 2, "v": config.kv_width // 2}
 
-    def attention(name: str, *shape: int, turned: int = 0, repeated: int = 1) -> LoadedTensor:
+    def attention(name: str, *shape: int, turned: int = 0, repeated: int = 0) -> LoadedTensor:
         return LoadedTensor(f"{prefix}self_attn.{name}", shape, turned, repeated)
 
     def mlp(name: str, *shape: int) -> LoadedTensor:

@@ -204,3 +204,5 @@ class SpeculatorSetup:
     """Trained weights; None: fresh."""
     layers: str = "last"
     """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""
+    steps: int = 0
+    """Levels of drafts that its arms ask for at most; 0: not known."""

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig, architecture
+from paceline.speculators.dflash.checkpoint import ARCHITECTURE as DFLASH
+from paceline.speculators.dflash.net import DflashNet
 from paceline.speculators.eagle.checkpoint import ARCHITECTURES as EAGLE
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.eagle3.checkpoint import ARCHITECTURE as EAGLE3
@@ -122,6 +124,11 @@ def _eagle3_vllm(net: Eagle3Net, config: dict[str, Any], own: dict[str, Tensor])
     return Exported({**config, **layers, "tie_word_embeddings": False}, own)
 
 
+def _dflash_sglang(net: DflashNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
+    # What was read may have the keys of dflash_config at its top, or its tensors under "model.".
+    return Exported({**config, **net.config_json()}, own)
+
+
 def _mlp_vllm(net: RecurrentNet, config: dict[str, Any], own: dict[str, Tensor]) -> Exported:
     return Exported({**config, **net.config_json()}, own)
 
@@ -146,6 +153,7 @@ FORMATS: dict[str, dict[Format, Mapper]] = {
     EAGLE["llama"]: {Format.SGLANG: _eagle_sglang, Format.VLLM: _eagle_vllm},
     EAGLE["qwen2"]: {Format.SGLANG: _eagle_sglang},
     EAGLE3: {Format.SGLANG: _eagle3_sglang, Format.VLLM: _eagle3_vllm},
+    DFLASH: {Format.SGLANG: _dflash_sglang},
     MLP: {Format.VLLM: _mlp_vllm},
     LSTM: {Format.ARCTIC: _lstm_arctic},
 }

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import ARCHITECTURES, architecture, read_config_json
-from paceline.models.inner_layers import eagle3_inner_layers
+from paceline.models.inner_layers import dflash_inner_layers, eagle3_inner_layers
 from paceline.plugins import find_variant
 
 InnerLayers = Callable[[Mapping[str, Any], int], tuple[int, ...]]
@@ -106,6 +106,14 @@ _KINDS = (
             architecture_ending="Eagle3",
             shared_with_target=("embed_tokens.weight",),
         ),
+    ),
+    SpeculatorKind(
+        "dflash",
+        "paceline.speculators.dflash.drafter:DflashDrafter",
+        "paceline.speculators.dflash.net:DflashNet",
+        ("DFlashDraftModel",),
+        shapes=("3_1_4", "5_1_6", "7_1_8"),
+        inner_layers=dflash_inner_layers,
     ),
     SpeculatorKind(
         "lstm",

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from paceline.speculators.net import Objective
@@ -94,3 +94,32 @@ def draft_losses(
     kl = cross_entropy + (log_taught.exp() * log_taught).sum(-1)
     weight = torch.exp(-_KL_FADING * alpha.detach())
     return weight * kl + (1 - weight) * (1 - alpha), alpha
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTargets:
+    """What the drafts of blocks are to be, at each of T positions of a row."""
+
+    next_states: Float[Tensor, "T H"]
+    lm_head: Float[Tensor, "V H"]
+    soft: Bool[Tensor, " T"]
+    """Learned is the distribution softmax(lm_head h), else the token."""
+    tokens: Int[Tensor, " T"]
+
+
+def block_losses(
+    logits: Float[Tensor, "M V"], targets: BlockTargets, places: Int[Tensor, " M"]
+) -> tuple[Float[Tensor, " M"], Bool[Tensor, " M"]]:
+    """Cross-entropy of each draft to the target at its place, and whether the most likely token is
+    the target's most likely or drawn one.
+    """
+    soft, log_q = targets.soft[places], torch.log_softmax(logits.float(), dim=-1)
+    # Each distribution is computed once, however many blocks draft the same token.
+    needed = torch.zeros_like(targets.soft).index_fill(0, places[soft], value=True)
+    states = targets.next_states[needed]
+    teacher = torch.softmax((states @ targets.lm_head.T.to(states.dtype)).float(), dim=-1)
+    p = teacher[(needed.long().cumsum(0) - 1)[places[soft]]]
+    tokens = targets.tokens[places]
+    of_tokens = -log_q.gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+    losses = of_tokens.masked_scatter(soft, -(p * log_q[soft]).sum(-1))
+    return losses, log_q.argmax(-1) == tokens.masked_scatter(soft, p.argmax(-1))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
 from paceline.services.drafter_trainer.export import app, export_checkpoint
+from paceline.speculators.dflash.net import DflashNet, DflashOptions
 from paceline.speculators.eagle.net import EagleNet, EagleOptions
 from paceline.speculators.export import Format
 from paceline.speculators.loading import read_drafter
@@ -224,6 +225,31 @@ def test_an_eagle3_whose_residual_is_normed_is_refused_for_sglang_which_would_ig
         export_checkpoint(source, model, tmp_path / "out", Format.SGLANG)
     export_checkpoint(source, model, tmp_path / "out", Format.VLLM)
     assert written(tmp_path / "out")[0]["norm_before_residual"] is True
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_dflash_drafter_keeps_the_published_names_and_keys_for_sglang(
+    tmp_path: Path, family: str
+) -> None:
+    save_random(tmp_path / "model", family, num_hidden_layers=5)
+    target = read_config(tmp_path / "model")
+    net = DflashNet.fresh(target, DflashOptions(block_size=4, layers=2), seed=1)
+    net.save(tmp_path / "drafter")
+    export_checkpoint(
+        tmp_path / "drafter", tmp_path / "model", tmp_path / "out", Format.SGLANG, torch.bfloat16
+    )
+    config, tensors = written(tmp_path / "out")
+    assert {name: tuple(one.shape) for name, one in tensors.items()} == net.shapes()
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert (config["block_size"], config["num_hidden_layers"]) == (4, 2)
+    assert config["dflash_config"] == {"mask_token_id": 96, "target_layer_ids": [0, 1, 2]}
+    assert config["max_position_embeddings"] == 256
+    again = read_drafter(tmp_path / "out", target)
+    assert isinstance(again, DflashNet)
+    assert again.shape == net.shape
+    with pytest.raises(InvalidInput, match=r"allowed: \['sglang', 'native'\]"):
+        export_checkpoint(tmp_path / "drafter", tmp_path / "model", tmp_path / "other", Format.VLLM)
 
 
 def mlp_shapes(tied: bool) -> dict[str, tuple[int, ...]]:

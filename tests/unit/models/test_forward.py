@@ -76,6 +76,16 @@ def test_logits_and_hidden_states_equal_transformers(
     torch.testing.assert_close(head_logits(weights, hidden), expected.logits, atol=1e-5, rtol=0)
 
 
+def test_head_norms_of_a_model_with_one_kv_head_are_served(tmp_path: Path) -> None:
+    model = save_random(tmp_path, "qwen3", num_key_value_heads=1)
+    weights = load_model(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(ids, output_hidden_states=True).hidden_states[-1]
+        hidden = forward_in_pieces(weights, ids, [1, 2], [20, 21])
+    torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inner", [(1,), (0, 2), (0, 1, 2)])
 @pytest.mark.usefixtures("_asked")

@@ -129,11 +129,11 @@ def softmax(x: Array) -> Array:
     return np.asarray(e / e.sum())
 
 
-def _norm(x: Array, weight: Array) -> Array:
+def rms_normed(x: Array, weight: Array) -> Array:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + TARGET.rms_norm_eps) * weight)
 
 
-def _rotated(x: Array, position: int) -> Array:
+def rotated(x: Array, position: int) -> Array:
     """One head; numbers j and j + d/2 are a complex number that turns by position *
     theta^(-2j/d).
     """
@@ -157,15 +157,15 @@ def last_output(
     p = "midlayer."
     keys, values = [], []
     for feature, token, position in zip(g, tokens, positions, strict=True):
-        normed = _norm(feature, w[p + "hidden_norm.weight"])
-        x = np.concatenate([_norm(w["embed"][token], w[p + "input_layernorm.weight"]), normed])
+        normed = rms_normed(feature, w[p + "hidden_norm.weight"])
+        x = np.concatenate([rms_normed(w["embed"][token], w[p + "input_layernorm.weight"]), normed])
         k = (w[p + "self_attn.k_proj.weight"] @ x).reshape(-1, dim)
-        keys.append([_rotated(one, position) for one in k])
+        keys.append([rotated(one, position) for one in k])
         values.append((w[p + "self_attn.v_proj.weight"] @ x).reshape(-1, dim))
     q = (w[p + "self_attn.q_proj.weight"] @ x).reshape(-1, dim)
     attended = []
     for head in range(heads):
-        turned, kv = _rotated(q[head], positions[-1]), head // group
+        turned, kv = rotated(q[head], positions[-1]), head // group
         weights = softmax(np.array([turned @ key[kv] for key in keys]) / np.sqrt(dim))
         attended.append(
             sum(weight * value[kv] for weight, value in zip(weights, values, strict=True))
@@ -173,7 +173,7 @@ def last_output(
     h = (normed if norm_first else g[-1]) + w[p + "self_attn.o_proj.weight"] @ np.concatenate(
         attended
     )
-    y = _norm(h, w[p + "post_attention_layernorm.weight"])
+    y = rms_normed(h, w[p + "post_attention_layernorm.weight"])
     gate, up = w[p + "mlp.gate_proj.weight"] @ y, w[p + "mlp.up_proj.weight"] @ y
     return np.asarray(h + w[p + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
 
@@ -195,6 +195,6 @@ def chain_from(
     logits = []
     for step in range(min(steps, len(next_tokens) - t)):
         out = last_output(w, g, next_tokens[: t + 1 + step], range(t + 1 + step), norm_first)
-        logits.append(w["lm_head.weight"] @ _norm(out, w["norm.weight"]))
+        logits.append(w["lm_head.weight"] @ rms_normed(out, w["norm.weight"]))
         g.append(out)
     return logits

@@ -5,15 +5,10 @@ aligned.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from rank_processes import run_ranks
-from safetensors.torch import load_file
 from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, toy_policy
-from unit.speculators import eagle3_sharded_step
 from unit.speculators.eagle3_rows import packed, row_of
-from unit.speculators.eagle3_sharded_step import CONFIG, drafter, step_rows
 
 from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
@@ -89,34 +84,3 @@ def test_only_the_right_alignment_learns_the_target() -> None:
         shifted_first, shifted_second = trained(shift)
         assert first < 0.55 * shifted_first
         assert second < 0.8 * shifted_second
-
-
-def stepped(out: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Weights after one optimiser step of `ranks` real gloo processes, with first moments as
-    `exp_avg.*`.
-    """
-    run_ranks(eagle3_sharded_step.main, ranks, out.parent, out)
-    return load_file(out)
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """|a - b| / |b| in the 2-norm."""
-    return float((a - b).double().norm() / b.double().norm())
-
-
-def test_two_ranks_step_as_plain_torch_does(tmp_path: Path) -> None:
-    two, net = stepped(tmp_path / "two", 2), drafter()
-    objectives = [net(row) for row in step_rows()]
-    (sum(one.loss for one in objectives) / sum(one.positions for one in objectives)).backward()
-    start = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    torch.optim.AdamW(
-        net.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=CONFIG.weight_decay
-    ).step()
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None
-        assert relative(two[name], parameter.detach()) < 1e-5, name
-        assert relative(two[name], start[name]) > 1e-4, name
-        # AdamW's first moment after one step is (1 - beta1) times the gradient.
-        assert relative(two[f"exp_avg.{name}"], (1 - CONFIG.betas[0]) * parameter.grad) < 1e-5, name
-    for name in ("d2t", "t2d"):
-        assert torch.equal(two[name], getattr(net, name))

@@ -48,7 +48,7 @@ def test_a_file_that_fails_says_why_each_time(tmp_path: Path) -> None:
             find_kind(f"{broken}:KIND")
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mlp", "lstm"])
+@pytest.mark.parametrize("name", [name for name, kind in SPECULATORS.items() if kind.trained])
 def test_a_wrong_option_is_refused_with_those_there_are(name: str) -> None:
     net = trained_net(name)
     with pytest.raises(ConfigError, match=f"option steps_ of {name}") as refused:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.errors import DataLoss, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.inner_layers import INNER_STATES, inner_layers
 from paceline.models.loading import check_tensors
@@ -279,24 +279,13 @@ class Eagle3Net(LayerNet):
         A step sees the true rows up to its own and its own earlier steps, as the engine's drafter
         does.
         """
-        features, chain, mask = self.fc(self.inner_states(row)), ChainKeys(), row.mask()
+        features, chain, mask = self.fc(self.states_read(row)), ChainKeys(), row.mask()
         for step in range(steps):
             there, inside = row.ahead(step)
             features = self.features(
                 features, row.next_tokens[there], row.positions + step, mask, chain
             )
             yield features, there, inside
-
-    def inner_states(self, row: PackedRow) -> Tensor:
-        """The inner states [T, 3 H] it reads of captured rows.
-
-        Raises DataLoss when they lack one.
-        """
-        hidden, names = self.config.hidden_size, row.layers.split(",")
-        if row.states.shape[1] != len(names) * hidden:
-            seen = f"{row.states.shape[1]} for {row.layers}"
-            raise DataLoss("captured rows of another width", seen=seen, allowed=len(names) * hidden)
-        return row.states[:, self.reads.columns(row.layers, hidden)]
 
     def features(
         self,

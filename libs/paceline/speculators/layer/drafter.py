@@ -1,10 +1,8 @@
-"""Drafts chains and trees with a network of one decoder layer, from a KV cache that catches up with
-true states.
+"""Drafts chains and trees with a network of one decoder layer.
 
 What the layer reads and how its output becomes logits is each drafter's own affair. What drafting
 writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows
-with rows from true hidden states. So the drafter may be off for any number of rounds: the engine
-keeps the states.
+with rows from true hidden states.
 """
 
 from __future__ import annotations
@@ -12,59 +10,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.errors import WeightsError
-from paceline.models.cache import StaticCache, cache_rows
-from paceline.models.config import ModelConfig
+from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, Layout, make_block, tree_visible
-from paceline.models.rope import rotation_table
-from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.base import DraftBatch, Drafts, DraftShape
 from paceline.speculators.draft_tree import Beam, grow_tree
-from paceline.speculators.layer.parts import LayerNet
-from paceline.speculators.net_drafter import NetDrafter, logprobs
-
-LAG_ROWS = 8
-"""A slot that lacks more rows than this catches up apart, so that the others do not compute its
-rows' padding.
-"""
-
-Net = TypeVar("Net", bound=LayerNet)
+from paceline.speculators.layer.cached import CachedDrafter, Net
+from paceline.speculators.net_drafter import logprobs
 
 
-class LayerDrafter(NetDrafter[Net]):
+class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
 
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states
-        to draft from.
-        """
-        super().__init__(setup)
-        self._layers = setup.layers
-        self._config = config = self._net.config
-        self._cache = StaticCache(
-            config,
-            layers=1,
-            slots=setup.slots,
-            capacity=setup.capacity,
-            dtype=setup.dtype,
-            device=self._device,
-        )
-        self._rotation = rotation_table(config.rope, config.head_dim, setup.capacity).to(
-            self._device
-        )
-        self._valid = [0] * setup.slots
-        self._serve(self._net)
-
     # ---- what each drafter says of itself
-
-    @abstractmethod
-    def _fuse(self, net: Net) -> None:
-        """Make the network's weights, bound to the target's, ready for inference."""
 
     @abstractmethod
     def _true_features(self, hidden: Tensor) -> Tensor:
@@ -80,53 +41,12 @@ class LayerDrafter(NetDrafter[Net]):
     def _logits(self, features: Tensor) -> Tensor:
         """Logits [..., draft ids] of features [..., H]."""
 
-    # ---- weights
-
-    def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of kept states that it drafts from.
-
-        Raises DataLoss naming those that are not kept.
-        """
-        return net.reads.columns(self._layers, self._target.config.hidden_size)
-
-    def _serve(self, net: Net) -> None:
-        net.bind(self._target.embed, self._target.head)
-        self._columns = self._columns_of(net)
-        self._fuse(net)
-        self._net = net
-
-    def load_state(self, directory: Path) -> Net:
-        """See NetDrafter.load_state. Keys and values of the old weights stay until rows are
-        rewritten.
-        """
-        net = super().load_state(directory)
-        self._columns_of(net)
-        seen, serving = _attention(net.config), _attention(self._config)
-        if seen != serving:
-            message = f"drafter {directory}: its attention is not the serving one's"
-            raise WeightsError(message, seen=seen, allowed=serving)
-        return net
-
-    # ---- slots
-
-    def free(self, slot: int) -> None:
-        """Forget a slot."""
-        self._valid[slot] = 0
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """Copy what is kept of a sequence to another slot."""
-        self._cache.move(source, destination, length)
-        self._valid[destination] = self._valid[source]
-        self._valid[source] = 0
-
     # ---- drafting
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """The most likely chain or tree; see Speculator.propose."""
         self.catch_up(batch)
-        lacking = max(
-            n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True)
-        )
+        lacking = self._lacking(batch.slots, batch.lengths)
         features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
         if shape.topk > 1:
             return self._tree(batch, features, shape)
@@ -184,44 +104,22 @@ class LayerDrafter(NetDrafter[Net]):
             masked=True,
         )
 
-    def catch_up(self, batch: DraftBatch) -> None:
-        """Slots that lack more than LAG_ROWS rows get them."""
-        late = [
-            (slot, n)
-            for slot, n in zip(batch.slots, batch.lengths, strict=True)
-            if n - 1 - self._valid[slot] > LAG_ROWS
-        ]
-        if late:
-            slots, lengths = [slot for slot, _ in late], [n for _, n in late]
-            self._feed(batch, slots, lengths, max(n - 1 - self._valid[slot] for slot, n in late))
-
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
     ) -> Tensor:
-        """Rows n - 1 - rows .. n - 2 of every slot from true states; returns features of row n - 2,
-        [B, H].
-
-        Slots that lack fewer rows compute some again, with the same result: no padding and no masks
-        of padding.
-        """
-        device = self._device
-        last = torch.tensor(lengths, device=device) - 2
-        # A sequence shorter than `rows` repeats row 0 at its front.
-        positions = (last[:, None] + torch.arange(1 - rows, 1, device=device)).clamp_(min=0)
-        index = torch.tensor(slots, device=device)[:, None]
-        hidden, tokens = batch.hidden[index, positions], batch.token_ids[index, positions + 1]
-        features = self._true_features(hidden.flatten(0, 1)[:, self._columns])
+        """See CachedDrafter; returns features of row n - 2, [B, H]."""
+        known = self._known_rows(batch, slots, lengths, rows)
+        tokens = batch.token_ids[known.index, known.positions + 1]
+        features = self._true_features(known.states)
         block = make_block(
             self._config,
             self._rotation,
             self._cache,
             cache_rows(slots),
-            positions,
+            known.positions,
             max(1, max(lengths) - 1),
         )
         out = self._advance(tokens.reshape(-1), features, block)
-        for slot, n in zip(slots, lengths, strict=True):
-            self._valid[slot] = max(n - 1, 0)
         return out.view(len(slots), rows, -1)[:, -1]
 
     def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
@@ -258,18 +156,3 @@ class LayerDrafter(NetDrafter[Net]):
             )
             for k in range(steps)
         ]
-
-
-def _attention(config: ModelConfig) -> dict[str, object]:
-    """What a drafter's cache and rotation were made for."""
-    names = (
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "qkv_bias",
-        "output_bias",
-        "qk_norm",
-        "rms_norm_eps",
-        "rope",
-    )
-    return {name: getattr(config, name) for name in names}

@@ -11,24 +11,53 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
 from paceline.models.products import Linear
 from paceline.models.rope import inverse_frequencies, rotate_halves
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.net import DraftNet
-from paceline.speculators.packed import packed_attention
+from paceline.speculators.packed import PackedRow, packed_attention
 
 
 class LayerNet(DraftNet):
-    """A drafter's network of one decoder layer: see DraftNet."""
+    """A drafter's network of decoder layers: see DraftNet."""
 
     config: ModelConfig
-    """Shape of its layer."""
+    """Shape of a layer."""
+    depth = 1
+    """Its layers."""
+    ahead = 0
+    """Positions behind those of the engine's longest sequence and drafts that it may write."""
 
     @property
     def reads(self) -> CaptureSpec:
         """The states it drafts from."""
         return self.capture
+
+    def attention(self) -> dict[str, object]:
+        """What a cache and a rotation for this network are made for."""
+        return {name: getattr(self.config, name) for name in _ATTENTION} | {
+            "layers": self.depth,
+            "ahead": self.ahead,
+        }
+
+    def states_read(self, row: PackedRow) -> Tensor:
+        """The states [T, .] it drafts from, of captured rows.
+
+        Raises DataLoss when they lack one.
+        """
+        hidden, names = self.config.hidden_size, row.layers.split(",")
+        if row.states.shape[1] != len(names) * hidden:
+            seen = f"{row.states.shape[1]} for {row.layers}"
+            raise DataLoss("captured rows of another width", seen=seen, allowed=len(names) * hidden)
+        return row.states[:, self.reads.columns(row.layers, hidden)]
+
+
+_ATTENTION = (
+    *("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "output_bias", "qk_norm"),
+    *("rms_norm_eps", "rope"),
+)
 
 
 @dataclass(slots=True)
@@ -77,17 +106,8 @@ class Attention(nn.Module):
         """x [B, T, C]; cos, sin [B, 1, T, head_dim / 2]; mask bool [B, 1, T, T] or None for causal
         -> [B, T, H].
         """
-        dim = self.config.head_dim
-        queries, keys, values = (
-            project(x).unflatten(-1, (-1, dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.config.qk_norm:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = (
-            rotate_halves(part.transpose(1, 2), cos, sin).to(x.dtype) for part in (queries, keys)
-        )
-        values = values.transpose(1, 2)
+        queries = self.queries(x, cos, sin)
+        keys, values = self.keys_values(x, cos, sin)
         if chain is not None:
             chain.keys.append(keys)
             chain.values.append(values)
@@ -101,6 +121,24 @@ class Attention(nn.Module):
             out = packed_attention(queries, keys, values, mask)
 
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [B, heads, T, head_dim] of x [B, T, C]."""
+        queries = self.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
+        if self.config.qk_norm:
+            queries = self.q_norm(queries)
+        return rotate_halves(queries.transpose(1, 2), cos, sin).to(x.dtype)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, [B, kv_heads, T, head_dim] each, of x [B, T, C]."""
+        keys, values = (
+            project(x).unflatten(-1, (-1, self.config.head_dim))
+            for project in (self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            keys = self.k_norm(keys)
+        keys = rotate_halves(keys.transpose(1, 2), cos, sin).to(x.dtype)
+        return keys, values.transpose(1, 2)
 
 
 def chain_attention(queries: Tensor, chain: ChainKeys, mask: Tensor | None) -> Tensor:

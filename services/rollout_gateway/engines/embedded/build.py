@@ -108,7 +108,10 @@ def _drafters(
         spec.seed,
         layers=CaptureSpec(inner).layers,
     )
-    return Drafters(kinds, {arm.speculator for arm in arms.values()}, setup)
+    used: dict[str, int] = {}
+    for arm in arms.values():
+        used[arm.speculator] = max(used.get(arm.speculator, 0), arm.shape.steps)
+    return Drafters(kinds, used, setup)
 
 
 def _store(

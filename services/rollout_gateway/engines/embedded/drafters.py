@@ -8,7 +8,7 @@ the target computes nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,15 +42,16 @@ class DrafterVersion:
 class Drafters:
     """Speculators by name, and versions of the trained ones."""
 
-    def __init__(self, kinds: Kinds, used: Collection[str], setup: SpeculatorSetup) -> None:
-        """used: speculators that arms name; others are not built.
+    def __init__(self, kinds: Kinds, used: Mapping[str, int], setup: SpeculatorSetup) -> None:
+        """used: speculators that arms name, and levels of drafts that they ask for at most; others
+        are not built.
 
         Raises ConfigError, InvalidInput, WeightsError or DataLoss.
         """
         self._kinds = replace(
             kinds, trained={name: kind for name, kind in kinds.trained.items() if name in used}
         )
-        self._setup = setup
+        self._setup, self._used = setup, used
         self.serving = ""
         """Name of the trained kind that drafts; empty: none yet."""
         self.live: dict[str, Speculator] = {}
@@ -63,7 +64,7 @@ class Drafters:
 
         for name, kind in kinds.untrained.items():
             if name in used:
-                self.live[name] = build_drafter(kind, setup)
+                self.live[name] = build_drafter(kind, replace(setup, steps=used[name]))
 
     @property
     def trainable(self) -> bool:
@@ -130,7 +131,7 @@ class Drafters:
 
     @torch.inference_mode()
     def _built(self, kind: str, directory: Path | None) -> Speculator:
-        setup = replace(self._setup, directory=directory)
+        setup = replace(self._setup, directory=directory, steps=self._used[kind])
         speculator = build_drafter(self._kinds.trained[kind], setup)
         kept = setup.layers.split(",")
         lacking = [

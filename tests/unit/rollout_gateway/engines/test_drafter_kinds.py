@@ -406,6 +406,19 @@ def test_every_kind_of_the_table_serves_by_commit_and_changes_no_token(tmp_path:
         engine.force_arm("")
 
 
+def test_trees_of_a_block_and_what_the_budget_leaves_of_it_change_no_token(tmp_path: Path) -> None:
+    save_random(tmp_path / "policy", "qwen3", sharpness=6.0, num_hidden_layers=5)
+    wanted = generate(build(tmp_path, drafter="off", more_drafters=()), requests())
+    arms = ("dflash:2_1_3", "dflash:5_3_12", "dflash:7_1_8")
+    engine = build(tmp_path, drafter="dflash", more_drafters=(), arms=arms)
+    for arm in arms:
+        engine.force_arm(arm)
+        assert generate(engine, requests()) == wanted, arm
+    assert engine.load.speculation.accepted_tokens > 0
+    with pytest.raises(ConfigError, match=r"block was trained for; seen: 8; allowed: 1 to 7"):
+        build(tmp_path, drafter="dflash", more_drafters=(), arms=("dflash:8_1_9",))
+
+
 def lengths_by_arm(engine: Engine) -> dict[str, float]:
     """In the group of full batches."""
     arms = engine.load.arms

@@ -54,6 +54,14 @@ def test_a_drafter_that_sglang_cannot_serve_is_refused_by_name(drafter: str, nam
         _ = spec(drafter=drafter).arm_names
 
 
+def test_a_block_drafter_is_refused_by_name_whether_fresh_or_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
+    with pytest.raises(ConfigError, match=r"not served; seen: DFlashDraftModel"):
+        _ = spec(drafter=str(tmp_path)).arm_names
+    with pytest.raises(ConfigError, match=r"not a drafter for SGLang; seen: dflash"):
+        _ = spec(drafter="dflash").arm_names
+
+
 def test_the_launch_covers_every_arm_and_own_arguments_win() -> None:
     served = spec(
         drafter=str(DEMO / "drafter_trained"),

@@ -258,5 +258,5 @@ def test_columns_are_found_by_name_in_any_order_of_states() -> None:
     shuffled = replace(
         row, states=torch.cat((five, one, four, two, last), dim=1), layers="5,1,4,2,last"
     )
-    assert torch.equal(net.inner_states(row), torch.cat((two, four, five), dim=1))
-    assert torch.equal(net.inner_states(shuffled), net.inner_states(row))
+    assert torch.equal(net.states_read(row), torch.cat((two, four, five), dim=1))
+    assert torch.equal(net.states_read(shuffled), net.states_read(row))

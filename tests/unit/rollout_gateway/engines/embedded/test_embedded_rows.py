@@ -55,6 +55,7 @@ def layout(folder: Path, drafter: str, *more: str, layers: tuple[int, ...] = ())
         (("twin_kind:DEEP",), (), "1,last"),
         (("eagle", "twin_kind:DEEP"), (), "1,last"),
         (("eagle3",), (), "2,6,9,last"),
+        (("dflash", "eagle3"), (), "2,6,9,last"),
         (("./eagle3",), (), "1,5,10,last"),
         (("eagle", "eagle3"), (), "2,6,9,last"),
         (("./eagle3", "mlp", "eagle3"), (), "1,2,5,6,9,10,last"),

@@ -1,5 +1,5 @@
-"""One rank of the equality test: an optimiser step over four rows, its weights written by rank
-0.
+"""One rank of the equality test: an optimiser step of a kind over four rows, its weights written
+by rank 0.
 """
 
 from __future__ import annotations
@@ -8,22 +8,25 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
-from unit.speculators.eagle3_rows import document, packed, rough_net
+from unit.speculators import dflash_rows, eagle3_rows
+from unit.speculators.eagle3_rows import document, packed
 from whole_tensors import whole_of
 
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
-from paceline.speculators.eagle3.net import Eagle3Net
+from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 
 ROWS = 4
 CONFIG = DrafterOptimizerConfig(kind="adamw", average=0, lr=1e-2, warmup_steps=0, clip_norm=1e9)
 
 
-def drafter() -> Eagle3Net:
+def drafter(kind: str) -> DraftNet:
     """What is trained."""
-    return rough_net(draft_vocab_size=21, ttt_steps=3)
+    if kind == "dflash":
+        return dflash_rows.rough_net()
+    return eagle3_rows.rough_net(draft_vocab_size=21, ttt_steps=3)
 
 
 def step_rows() -> list[PackedRow]:
@@ -34,11 +37,11 @@ def step_rows() -> list[PackedRow]:
     ]
 
 
-def main(out: Path) -> None:
+def main(kind: str, out: Path) -> None:
     """Steps once, however many ranks there are."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    net = drafter()
+    net = drafter(kind)
     head = PolicyHead("", 0, net.embed, net.head)
     learner = DrafterLearner(net, CONFIG, micro_batches=ROWS)
     for row in step_rows()[rank::world]:

@@ -1,0 +1,163 @@
+"""Drafts with a DFlash network in the embedded engine: one forward for all drafts of a round.
+
+Keys and values of the context are computed once for each token and layer and stay in the cache.
+Those of a block stand behind them while it is drafted; the next rows of the context overwrite what
+of it anyone could still see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.errors import ConfigError
+from paceline.models.cache import cache_rows
+from paceline.models.decoder import (
+    LayerWeights,
+    Layout,
+    layer_forward,
+    make_block,
+    rotate_heads,
+)
+from paceline.models.loading import fuse_layer
+from paceline.models.products import linear
+from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.dflash.checkpoint import layer_prefixes
+from paceline.speculators.dflash.net import DflashNet
+from paceline.speculators.draft_tree import Beam, grow_tree
+from paceline.speculators.layer.cached import CachedDrafter
+from paceline.speculators.net_drafter import logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class DflashState:
+    """One version of the drafter's weights, fused for inference; D = head_dim, Nkv KV heads."""
+
+    layers: tuple[LayerWeights, ...]
+    fc: Tensor
+    """[H, S H] of S states"""
+    hidden_norm: Tensor
+    """[H]"""
+    context: Tensor
+    """[L 2 Nkv D, H]: the projections to keys and values of all layers."""
+    key_norms: Tensor
+    """[L, Nkv, D]"""
+    norm: Tensor
+    """[H]"""
+
+
+class DflashDrafter(CachedDrafter[DflashNet]):
+    """The speculator "dflash"."""
+
+    net = DflashNet
+    _state: DflashState
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        """Raises as CachedDrafter does, and ConfigError where an arm asks for more drafts than a
+        block holds.
+        """
+        super().__init__(setup)
+        if setup.steps > self._net.drafts:
+            raise ConfigError(
+                "an arm asks for more drafts than the checkpoint's block was trained for",
+                seen=setup.steps,
+                allowed=f"1 to {self._net.drafts} (block_size - 1)",
+            )
+
+    def _fuse(self, net: DflashNet) -> None:
+        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+        fc, hidden_norm, norm = (
+            tensors[f"{name}.weight"].to(self._device, self._dtype)
+            for name in ("fc", "hidden_norm", "norm")
+        )
+        layers = tuple(
+            fuse_layer(self._config, tensors, prefix, self._dtype, self._device)
+            for prefix in layer_prefixes(self._config)
+        )
+        heads, projections, norms = self._config.num_heads, [], []
+        for layer in layers:
+            assert isinstance(layer.qkv, Tensor)
+            assert layer.qk_norm is not None
+            projections.append(layer.qkv[heads * self._config.head_dim :])
+            norms.append(layer.qk_norm[heads:])
+        self._state = DflashState(
+            layers, fc, hidden_norm, torch.cat(projections), torch.stack(norms), norm
+        )
+
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """The most likely token at each position, or a tree of the likeliest; B - 1 levels at most;
+        see Speculator.propose.
+        """
+        self.catch_up(batch)
+        lacking = self._lacking(batch.slots, batch.lengths)
+        if lacking > 0:
+            self._feed(batch, batch.slots, batch.lengths, lacking)
+        shape = replace(shape, steps=min(shape.steps, self._net.drafts))
+        logits = linear(self._block_states(batch, shape.steps), self._target.head)
+        if shape.topk > 1:
+            return _tree(logprobs(logits), shape)
+        if batch.sampler is not None:
+            return self._chain(batch, shape, logits[:, 0], lambda step, tokens: logits[:, step])
+        shares, tokens = torch.softmax(logits.float(), dim=-1).max(dim=-1)
+        scores = shares.cumprod(dim=1)
+        if shape.floor > 0:
+            # The first level below the floor is still returned, as by drafters that stop there.
+            kept = 1 + int((scores[:, :-1] >= shape.floor).any(0).sum())
+            tokens, scores = tokens[:, :kept], scores[:, :kept]
+        return Drafts(tokens, scores)
+
+    def _block_states(self, batch: DraftBatch, steps: int) -> Tensor:
+        """[B, steps, H]: what the head reads at the first MASKs of every sequence's block."""
+        net, device = self._net, self._device
+        size, count = net.shape.block_size, len(batch.slots)
+        bases = torch.tensor(batch.lengths, device=device) - 1
+        length = max(batch.lengths) - 1 + size
+        seen = torch.arange(length, device=device) < (bases + size)[:, None]
+        block = make_block(
+            self._config,
+            self._rotation,
+            self._cache,
+            cache_rows(batch.slots),
+            bases[:, None] + torch.arange(size, device=device),
+            length,
+            Layout(visible=seen[:, None].expand(count, size, length)),
+        )
+        tokens = batch.token_ids.new_full((count, size), net.shape.mask_token_id)
+        tokens[:, 0] = batch.token_ids[torch.tensor(batch.slots, device=device), bases]
+        x = functional.embedding(tokens.view(-1), self._target.embed)
+        for index, layer in enumerate(self._state.layers):
+            x = layer_forward(self._config, layer, x, self._cache, index, block)
+        return self._normed(x.view(count, size, -1)[:, 1 : steps + 1], self._state.norm)
+
+    def _feed(
+        self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+    ) -> Tensor:
+        """See CachedDrafter; returns the context of these rows, [B R, H]."""
+        state, config = self._state, self._config
+        known = self._known_rows(batch, slots, lengths, rows)
+        context = self._normed(linear(known.states, state.fc), state.hidden_norm)
+        projected = linear(context, state.context).view(len(context), len(state.layers), -1)
+        width = config.num_kv_heads * config.head_dim
+        rotation = self._rotation[known.positions.flatten()][:, None, None]
+        keys = projected[..., :width].unflatten(-1, (config.num_kv_heads, -1))
+        rotate_heads(keys, state.key_norms, rotation, config.rms_norm_eps)
+        cells = self._cache.cells(known.index[:, 0], known.positions).view(-1)
+        for index in range(len(state.layers)):
+            self._cache.write(index, cells, projected[:, index])
+        return context
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+
+def _tree(levels: Tensor, shape: DraftShape) -> Drafts:
+    """EAGLE-2's tree of log-probs [B, steps, V], which are the same under every node of a level."""
+
+    def expand(beam: Beam) -> Tensor:
+        return levels[:, beam.level, None].expand(-1, beam.tokens.shape[1], -1)
+
+    return grow_tree(levels[:, 0], expand, shape)

@@ -1,0 +1,299 @@
+"""Predicts a block of tokens by one forward from fused inner states of the target: DFlash (Chen et
+al. 2026, arXiv 2602.06036).
+
+Engine and trainer share the network. embed_tokens and lm_head are the target's, by reference: never
+trained or exported.
+
+Alignment: the context of anchor t is hidden_norm(fc(inner states)) of tokens 0 .. t at their own
+positions. Its block stands at positions t + 1 .. t + B: token t + 1, then B - 1 times MASK. The
+output at the k-th MASK is lm_head's input for token t + 1 + k. Queries come from the block alone;
+keys and values from the context and the block, in which every position sees every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.config import Config
+from paceline.errors import InvalidInput
+from paceline.models.config import ModelConfig
+from paceline.models.inner_layers import check_inner_layers, dflash_inner_layers
+from paceline.models.products import Linear, linear
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.dflash.blocks import Stretch, block_attention, stretches
+from paceline.speculators.dflash.checkpoint import (
+    KIND,
+    LARGEST_BLOCK,
+    DflashShape,
+    check_mask,
+    default_mask,
+    dflash_config_json,
+    dflash_shapes,
+    drafter_shape,
+    parse_dflash,
+)
+from paceline.speculators.kinds import SpeculatorKind
+from paceline.speculators.layer.parts import (
+    Attention,
+    LayerNet,
+    RmsNorm,
+    SwiGlu,
+    reset_weights,
+    rotary_angles,
+)
+from paceline.speculators.losses import BlockTargets, block_losses
+from paceline.speculators.net import Objective
+from paceline.speculators.packed import PackedRow
+
+JUDGED_TOGETHER = 256
+"""Blocks of one forward where a row has one at each position."""
+
+
+class DflashOptions(Config):
+    """Settings of a DFlash drafter."""
+
+    block_size: int = Field(
+        default=8,
+        ge=2,
+        le=LARGEST_BLOCK,
+        description="tokens of a block: the last known one and the drafts",
+    )
+    layers: int = Field(default=1, ge=1, le=64, description="decoder layers of the drafter")
+    inner_layers: tuple[int, ...] = Field(
+        default=(),
+        description="decoder layers of the target whose inputs are read; none: 2, L/2 and L-3",
+    )
+    mask_token_id: int | None = Field(
+        default=None,
+        ge=0,
+        description="row of the target's embedding that stands for a token to be drafted; none: "
+        "the last one that ends no sequence",
+    )
+    targets: Literal["drawn", "distribution"] = Field(
+        default="distribution",
+        description="what a position learns: the policy's token, or the distribution it was drawn "
+        "from",
+    )
+    gamma: float = Field(
+        default=4.0, gt=0, description="draft k weighs exp(-(k - 1) / gamma) in the loss"
+    )
+    blocks_per_row: int = Field(
+        default=128,
+        ge=1,
+        description="blocks learned from one row at most, drawn among its drafting targets",
+    )
+
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin, see rotary_angles."""
+
+
+class DflashLayer(nn.Module):
+    """A Qwen3 layer whose attention also sees a context; FSDP2 may shard it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGlu(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        of_blocks: Angles,
+        of_context: Angles,
+        parts: list[Stretch],
+    ) -> Tensor:
+        """x [N, B, H] -> same shape; context [1, T, H]."""
+        attention, normed = self.self_attn, self.input_layernorm(x)
+        keys, values = attention.keys_values(context, *of_context)
+        out = block_attention(
+            attention.queries(normed, *of_blocks),
+            attention.keys_values(normed, *of_blocks),
+            (keys[0], values[0]),
+            parts,
+        )
+        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DflashNet(LayerNet):
+    """The drafter's network: see DraftNet."""
+
+    kind: ClassVar[SpeculatorKind] = KIND
+    Options: ClassVar[type[Config]] = DflashOptions
+
+    def __init__(self, shape: DflashShape, options: DflashOptions, *, seed: int = 0) -> None:
+        super().__init__()
+        self.shape, self.config, self.options = shape, shape.config, options
+        self.depth, self.ahead = shape.config.num_layers, shape.block_size
+        hidden, eps = shape.config.hidden_size, shape.config.rms_norm_eps
+        self.fc = Linear(len(shape.inner) * hidden, hidden, bias=False)
+        self.hidden_norm = RmsNorm(hidden, eps)
+        self.layers = nn.ModuleList(DflashLayer(shape.config) for _ in range(self.depth))
+        self.norm = RmsNorm(hidden, eps)
+        reset_weights(self, seed)
+
+    @classmethod
+    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+        """See DraftNet.fresh.
+
+        Raises ConfigError for a shallow target or layers it lacks, InvalidInput for a MASK outside
+        of its embedding.
+        """
+        assert isinstance(options, DflashOptions)
+        mask = options.mask_token_id
+        mask = default_mask(target) if mask is None else mask
+        check_mask(mask, target)
+        check_inner_layers(options.inner_layers, target.num_layers)
+        shape = DflashShape(
+            drafter_shape(target, options.layers),
+            options.inner_layers or dflash_inner_layers({}, target.num_layers),
+            options.block_size,
+            mask,
+            target.num_layers,
+        )
+        return cls(shape, options, seed=seed)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        """See DraftNet.parse; the shape is the checkpoint's, what is learned is the options'.
+
+        An option that asks for another block than the checkpoint was trained for is refused.
+        """
+        assert isinstance(options, DflashOptions)
+        shape = parse_dflash(raw, target)
+        asked = options.block_size
+        if "block_size" in options.model_fields_set and asked != shape.block_size:
+            raise InvalidInput(
+                "block_size is not what the checkpoint was trained for",
+                seen=asked,
+                allowed=shape.block_size,
+            )
+        return cls(shape, options)
+
+    def twin(self) -> Self:
+        """See DraftNet.twin."""
+        return type(self)(self.shape, self.options)
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of a block, B - 1."""
+        return self.shape.block_size - 1
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See DraftNet.capture; the last state is what it learns from."""
+        return CaptureSpec(self.shape.inner)
+
+    @property
+    def reads(self) -> CaptureSpec:
+        """The states it drafts from."""
+        return CaptureSpec(self.shape.inner, last=False)
+
+    def shards(self) -> tuple[nn.Module, ...]:
+        """See DraftNet.shards."""
+        return tuple(self.layers)
+
+    # ---- checkpoints
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See DraftNet.shapes."""
+        return dflash_shapes(self.config, len(self.shape.inner))
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return dflash_config_json(self.shape)
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See DraftNet.own_tensors; some exporters put "model." before each name."""
+        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        shared = ("embed_tokens.weight", "lm_head.weight")
+        return {name: tensor for name, tensor in named.items() if name not in shared}
+
+    # ---- learning
+
+    def forward(self, row: PackedRow) -> Objective:
+        """See DraftNet.forward: sum over blocks and drafts k of exp(-(k - 1) / gamma) times the
+        draft's cross-entropy (Chen et al. 2026, section on training).
+
+        Blocks stand at the row's drafting targets, at most blocks_per_row of them. A draft counts
+        where the policy drew all tokens up to its own, or could have drawn it under a rejected
+        draft. Positions are the blocks. Terms: loss_0, loss_1, ... without weights and, of the
+        first draft, how often the most likely token is right.
+        """
+        anchors = self.anchors(row)
+        blocks, places, drafts = self._taught(row, anchors)
+        logits = self.logits(self.states(row, anchors)[blocks, drafts])
+        soft = (row.draft_tokens < 0) | (self.options.targets == "distribution")
+        losses, right = block_losses(
+            logits, BlockTargets(row.next_states, self.head, soft, row.draft_tokens), places
+        )
+        weights = torch.exp(-drafts / self.options.gamma)
+        sums = losses.new_zeros(self.drafts).index_add(0, drafts, losses.detach())
+        terms = {f"loss_{draft}": one for draft, one in enumerate(sums)}
+        terms["correct"] = right[drafts == 0].sum()
+        return Objective((weights * losses).sum(), losses.new_tensor(len(anchors)), terms)
+
+    def anchors(self, row: PackedRow) -> Tensor:
+        """int64 [N], ascending: where blocks are learned. All drafting targets of the row, or
+        blocks_per_row of them drawn by the row's own tokens, so that a step that is done again
+        learns the same.
+        """
+        found = row.valid.nonzero()[:, 0]
+        most = self.options.blocks_per_row
+        if len(found) <= most:
+            return found
+        seed = torch.Generator().manual_seed(int(row.next_tokens.sum()) + len(row))
+        chosen = torch.randperm(len(found), generator=seed)[:most].sort().values
+        return found[chosen.to(found.device)]
+
+    def _taught(self, row: PackedRow, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [M] each: a block, the position whose draft_tokens it drafts, and its draft, 0 for
+        the first.
+        """
+        kept = torch.ones(len(anchors), dtype=torch.bool, device=anchors.device)
+        blocks, places, drafts = [], [], []
+        for draft in range(self.drafts):
+            there, inside = row.ahead(draft)
+            kept = kept & inside[anchors] & row.valid[there[anchors]]
+            here = kept.nonzero()[:, 0]
+            blocks.append(here)
+            places.append(there[anchors[here]])
+            drafts.append(torch.full_like(here, draft))
+        return torch.cat(blocks), torch.cat(places), torch.cat(drafts)
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """See DraftNet.chain_logits; B - 1 tensors at most. A block reads none of its drafts, so
+        that nothing is forced.
+        """
+        everywhere = torch.arange(len(row), device=row.next_tokens.device)
+        parts = [self.states(row, part)[:, :steps] for part in everywhere.split(JUDGED_TOGETHER)]
+        return [self.logits(one) for one in torch.cat(parts).unbind(1)]
+
+    def states(self, row: PackedRow, anchors: Tensor) -> Tensor:
+        """[N, B - 1, H]: what lm_head reads at the MASKs of the blocks at anchors int64 [N]."""
+        context = self.hidden_norm(self.fc(self.states_read(row)))[None]
+        size, first = self.shape.block_size, row.positions[anchors] + 1
+        tokens = row.next_tokens.new_full((len(anchors), size), self.shape.mask_token_id)
+        tokens[:, 0] = row.next_tokens[anchors]
+        positions = first[:, None] + torch.arange(size, device=first.device)
+        x = functional.embedding(tokens, self.embed).to(context.dtype)
+        of_blocks = rotary_angles(self.config, positions)
+        of_context = rotary_angles(self.config, row.positions[None])
+        parts = stretches(row.mask()[anchors])
+        for layer in self.layers:
+            x = layer(x, context, of_blocks, of_context, parts)
+        return self.norm(x[:, 1:])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """lm_head of states [..., H] -> [..., V]."""
+        return linear(states, self.head.to(states.dtype))
