@@ -88,6 +88,11 @@ class DraftBatch:
     """How tokens of a chain are chosen by speculators that have a distribution; None: the most
     likely.
     """
+    prompts: Sequence[int] = ()
+    """[B] tokens of each sequence that were asked, behind which its answer begins; (): not known.
+    """
+    policy_version: int = 0
+    """Of the policy that draws the next tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +211,5 @@ class SpeculatorSetup:
     """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""
     steps: int = 0
     """Levels of drafts that its arms ask for at most; 0: not known."""
+    answer_versions: int = 0
+    """Policy versions after which an answer is forgotten; 0: those of the serving policy count."""

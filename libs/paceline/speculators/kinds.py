@@ -129,7 +129,7 @@ _KINDS = (
     ),
     SpeculatorKind(
         "ngram",
-        "paceline.speculators.ngram:NgramSpeculator",
+        "paceline.speculators.ngram.drafter:NgramSpeculator",
         shapes=("4_1_5",),
         sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False),
     ),

@@ -107,6 +107,7 @@ def _drafters(
         policy.head.dtype,
         spec.seed,
         layers=CaptureSpec(inner).layers,
+        answer_versions=spec.answer_versions,
     )
     used: dict[str, int] = {}
     for arm in arms.values():

@@ -97,7 +97,8 @@ class Decoder:
         """
         stopwatch, speculation = self._stopwatch, self._speculation
         plan = speculation.choose(rows, draining=draining)
-        parts = speculation.parts(plan, slots, rows, self._store)
+        version = self._weights.versions.policy
+        parts = speculation.parts(plan, slots, rows, self._store, version)
         stopwatch.start()
         places = self._places(slots, rows)
         sampling = [sequence.request.sampling for sequence in rows]

@@ -139,7 +139,7 @@ class EmbeddedEngine:
             if sequence.finish is not None
         ]
         rows = [self._scheduler.running[slot] for slot in slots]
-        self._speculation.ended(slots, rows, self._store)
+        self._speculation.ended(slots, rows, self._store, self._weights.versions.policy)
         self._decoder.changed(ended)
         self._ended = sum((sequence.speculation for sequence in ended), self._ended)
         for slot, sequence in zip(slots, rows, strict=True):

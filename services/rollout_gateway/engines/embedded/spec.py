@@ -50,6 +50,11 @@ class EmbeddedConfig(Config):
     """
     speculate_rows: int = Field(default=0, ge=0)
     """Above so many rows nothing is drafted; 0: the bandit alone decides."""
+    answer_versions: int = Field(default=128, ge=0)
+    """Policy versions after which the n-gram drafter forgets an answer to a prompt: a prompt comes
+    again an epoch later, some 30 to 100 versions in sets of 7,500 to 12,000 tasks; 0: only answers
+    of the serving policy draft.
+    """
     verify_budget: bool = True
     """Verify only drafts likely enough to pay; false: every draft of the arm."""
     verification: Literal["same_draw", "rejection"] = "same_draw"

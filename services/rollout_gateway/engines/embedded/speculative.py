@@ -134,14 +134,17 @@ class Speculation:
         slots: Sequence[int],
         rows: Sequence[RunningSequence],
         store: SlotStore,
+        version: int,
     ) -> list[DraftPart]:
-        """Who drafts for which rows; drafters that were off have caught up when this returns."""
+        """Who drafts for which rows, under a policy's version; drafters that were off have caught
+        up when this returns.
+        """
         parts = []
         for name, members in plan.arms.items():
             arm = self.arms[name]
             if arm.speculator:
                 batch = _draft_batch(
-                    [slots[row] for row in members], [rows[row] for row in members], store
+                    [slots[row] for row in members], [rows[row] for row in members], store, version
                 )
                 speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
@@ -240,10 +243,12 @@ class Speculation:
         self.measuring = False
 
     def ended(
-        self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
+        self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
     ) -> None:
-        """These sequences are complete; speculators that learn from text read them."""
-        self.drafters.ended(_draft_batch(slots, rows, store))
+        """These sequences are complete under a policy's version; speculators that learn from text
+        read them.
+        """
+        self.drafters.ended(_draft_batch(slots, rows, store, version))
 
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
@@ -256,9 +261,16 @@ class Speculation:
 
 
 def _draft_batch(
-    slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
+    slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
 ) -> DraftBatch:
-    return DraftBatch(slots, [sequence.length for sequence in rows], store.token_ids, store.hidden)
+    return DraftBatch(
+        slots,
+        [sequence.length for sequence in rows],
+        store.token_ids,
+        store.hidden,
+        prompts=[len(sequence.request.prompt) for sequence in rows],
+        policy_version=version,
+    )
 
 
 def _sampling(part: DraftPart, params: DrawParams, device: torch.device) -> DraftPart:

@@ -1,0 +1,198 @@
+"""Keeps the answers to each prompt, by the policy version they ended under, and counts those of the
+prompts that are being answered.
+
+Kept as numbers an answer costs 4 bytes a token, counted some 600; so all prompts of a data set's
+epoch may be kept, and what a prompt's answers say is counted when it is asked again. After Shao et
+al. 2025 (DAS, arXiv 2511.13841), where a suffix tree per prompt takes the place of the counts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from paceline.speculators.ngram.contexts import ANSWER_CONTEXTS, AnswerContexts
+
+KEPT_BYTES = 1 << 25
+"""Of all kept answers at most: some 25,000 answers of 200 tokens."""
+ANSWER_BYTES = 512
+"""Counted for an answer besides its tokens: the objects that hold it and its prompt's key."""
+COUNTED_TOKENS = 1 << 17
+"""Tokens of ended answers that are counted at most, over all prompts; those of running sequences
+come on top.
+"""
+PROMPT_TOKENS = 1 << 13
+"""Tokens of a prompt's kept answers at most, the newest: 40 of 200 tokens. Counting them when the
+prompt is asked again takes some 20 ms.
+"""
+
+
+def prompt_key(prompt: Sequence[int]) -> bytes:
+    """What a prompt's answers are kept under."""
+    return blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAnswer:
+    """An answer, and the policy that drew its last token."""
+
+    tokens: array[int]
+    version: int
+
+
+class KeptAnswers:
+    """Answers by prompt, oldest first; beyond the budget the prompts that were asked longest ago
+    go.
+    """
+
+    def __init__(
+        self, versions: int, most_bytes: int = KEPT_BYTES, prompt_tokens: int = PROMPT_TOKENS
+    ) -> None:
+        """versions: policy versions after which an answer is forgotten."""
+        self._versions, self._most = versions, most_bytes
+        self._prompt_tokens = prompt_tokens
+        self._answers: OrderedDict[bytes, list[EndedAnswer]] = OrderedDict()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def keep(self, prompt: bytes, tokens: Sequence[int], version: int) -> None:
+        """One more answer, the front of one that is too long."""
+        answer = EndedAnswer(array("i", tokens[: self._prompt_tokens]), version)
+        self._put(prompt, [*self._answers.get(prompt, ()), answer], version)
+        while self.held_bytes > self._most:
+            _, oldest = self._answers.popitem(last=False)
+            self.held_bytes -= _bytes(oldest)
+
+    def of(self, prompt: bytes, version: int) -> list[EndedAnswer]:
+        """The prompt's answers that the policy of `version` has not outlived, oldest first."""
+        if prompt not in self._answers:
+            return []
+        return self._put(prompt, self._answers[prompt], version)
+
+    def outlived(self, drawn: int, version: int) -> bool:
+        """Whether an answer drawn under one version is too old for another."""
+        return version - drawn > self._versions
+
+    def _put(self, prompt: bytes, answers: list[EndedAnswer], version: int) -> list[EndedAnswer]:
+        """Those of the answers that stay; the prompt was asked last."""
+        self.held_bytes -= _bytes(self._answers.pop(prompt, []))
+        fresh = [one for one in answers if not self.outlived(one.version, version)]
+        kept = newest(fresh, self._prompt_tokens)
+        if kept:
+            self._answers[prompt] = kept
+            self.held_bytes += _bytes(kept)
+        return kept
+
+
+@dataclass(eq=False, slots=True)
+class PromptAnswers:
+    """What the answers to one prompt say; of running sequences as far as they have told."""
+
+    contexts: AnswerContexts
+    ended: int  # tokens of ended answers in it
+    oldest: int  # policy version of the oldest of these; of none, the version it was made under
+
+
+class AnswerStore:
+    """Counts of the prompts that are being answered, or were last, from the kept answers."""
+
+    def __init__(self, kept: KeptAnswers, tokens: int = COUNTED_TOKENS) -> None:
+        self._kept, self._most = kept, tokens
+        self._counted: OrderedDict[bytes, PromptAnswers] = OrderedDict()
+        self._running: Counter[bytes] = Counter()  # sequences that answer a prompt
+        self.tokens = 0
+
+    def begin(self, prompt: bytes) -> None:
+        """One more sequence answers a prompt."""
+        self._running[prompt] += 1
+
+    def counted(
+        self, prompt: bytes, tokens: Sequence[int], length: int, version: int
+    ) -> PromptAnswers:
+        """The counts of a prompt, the first `length` of the tokens, without answers that the policy
+        of `version` has outlived.
+
+        Another object than last time when they were made anew: running sequences are not in it yet.
+        """
+        found = self._counted.get(prompt)
+        if found is not None and self._kept.outlived(found.oldest, version):
+            self.discard(prompt)
+            found = None
+        if found is not None:
+            return found
+        front = list(tokens[max(length - ANSWER_CONTEXTS[0], 0) : length])
+        return self._count(prompt, front, version)
+
+    def end(self, prompt: bytes, answer: Sequence[int], version: int) -> None:
+        """A sequence of the prompt is complete; what is counted of the prompt holds all of it."""
+        self._stop(prompt)
+        if answer:
+            self._kept.keep(prompt, answer, version)
+        found = self._counted.get(prompt)
+        if found is None:
+            return
+        found.ended += len(answer)
+        found.oldest = min(found.oldest, version)
+        self.tokens += len(answer)
+        self._counted.move_to_end(prompt)
+        self._make_room(0)
+        if self.tokens > self._most or not (found.ended or prompt in self._running):
+            self.discard(prompt)
+
+    def leave(self, prompt: bytes) -> None:
+        """A sequence of the prompt will be read again from its start; it is in the counts."""
+        self._stop(prompt)
+        self.discard(prompt)
+
+    def _stop(self, prompt: bytes) -> None:
+        self._running[prompt] -= 1
+        if not self._running[prompt]:
+            del self._running[prompt]
+
+    def discard(self, prompt: bytes) -> None:
+        """The prompt's answers are counted anew when they are asked for."""
+        found = self._counted.pop(prompt, None)
+        if found is not None:
+            self.tokens -= found.ended
+
+    def _count(self, prompt: bytes, front: list[int], version: int) -> PromptAnswers:
+        answers = self._kept.of(prompt, version)
+        self._make_room(_extent(answers))
+        # What others that run have counted stays: taking turns would count all anew each round.
+        answers = newest(answers, self._most - self.tokens)
+        contexts = AnswerContexts()
+        for one in answers:
+            contexts.learn([*front, *one.tokens], len(front))
+        oldest = min((one.version for one in answers), default=version)
+        self._counted[prompt] = PromptAnswers(contexts, _extent(answers), oldest)
+        self.tokens += _extent(answers)
+        return self._counted[prompt]
+
+    def _make_room(self, tokens: int) -> None:
+        """Discards prompts that nobody answers, those that ended longest ago first."""
+        for prompt in [one for one in self._counted if one not in self._running]:
+            if self.tokens + tokens <= self._most:
+                return
+            self.discard(prompt)
+
+
+def newest(answers: Sequence[EndedAnswer], tokens: int) -> list[EndedAnswer]:
+    """The last of the answers, as many as hold that many tokens together."""
+    first, room = len(answers), tokens
+    while first > 0 and len(answers[first - 1].tokens) <= room:
+        first -= 1
+        room -= len(answers[first].tokens)
+    return list(answers[first:])
+
+
+def _extent(answers: Sequence[EndedAnswer]) -> int:
+    return sum(len(one.tokens) for one in answers)
+
+
+def _bytes(answers: Sequence[EndedAnswer]) -> int:
+    return sum(len(one.tokens) * one.tokens.itemsize + ANSWER_BYTES for one in answers)

@@ -1,0 +1,178 @@
+"""Drafts by looking up how the last tokens went on before: in the answers to the same prompt, then
+in all that this engine has seen.
+
+Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) and its form for
+RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts: how often which
+token came after the last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier ones and those
+of siblings that run; where none of these occurred, after the last 6, 4 or 2 tokens in all
+sequences. The longest context that occurred proposes. Both are bounded (contexts.py, answers.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.errors import MissingCapability
+from paceline.models.decoder import DecoderWeights
+from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.ngram.answers import (
+    AnswerStore,
+    KeptAnswers,
+    PromptAnswers,
+    prompt_key,
+)
+from paceline.speculators.ngram.contexts import (
+    ANSWER_CONTEXTS,
+    ContextTable,
+    answer_prior,
+    likeliest,
+)
+
+
+@dataclass(eq=False, slots=True)
+class ReadSequence:
+    """What has been read of the sequence in a slot."""
+
+    tokens: list[int] = field(default_factory=list)
+    prompt: int = 0  # tokens
+    key: bytes = b""  # of the prompt; empty: no answer is counted
+    answers: PromptAnswers | None = None  # what holds this answer as far as it was read
+
+
+class NgramSpeculator:
+    """The speculator "ngram" (see speculators/base.py for the methods)."""
+
+    name = "ngram"
+    trainable = False
+    capture = CaptureSpec(last=False)
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        self._read = [ReadSequence() for _ in range(setup.slots)]
+        self._versions = setup.answer_versions
+        self.flush()
+
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Takes in the tokens that came since the last call."""
+        known = batch.token_ids.cpu().numpy()
+        prompts = batch.prompts or [0] * len(batch.slots)
+        for slot, n, prompt in zip(batch.slots, batch.lengths, prompts, strict=True):
+            one = self._read[slot]
+            start = len(one.tokens)
+            if start < n:
+                one.tokens.extend(known[slot, start:n].tolist())
+                self._table.learn(one.tokens, start)
+            if prompt:
+                self._count_answer(one, prompt, start, batch.policy_version)
+
+    def _count_answer(self, one: ReadSequence, prompt: int, start: int, version: int) -> None:
+        """Counts a sequence's tokens from index `start` on among the answers to its prompt."""
+        if not one.key:
+            one.prompt, one.key = prompt, prompt_key(one.tokens[:prompt])
+            self._answers.begin(one.key)
+        answers = self._answers.counted(one.key, one.tokens, one.prompt, version)
+        if answers is not one.answers:
+            one.answers, start = answers, prompt
+        answers.contexts.learn(one.tokens, max(start, prompt))
+
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """The most frequent continuations; -1 where none was seen."""
+        self.catch_up(batch)
+        rows, nodes = len(batch.slots), shape.drafts
+        tokens = np.full((rows, nodes), -1, dtype=np.int64)
+        scores = np.ones((rows, nodes), dtype=np.float32)
+        parents = np.zeros((rows, nodes), dtype=np.int64)
+        for row, slot in enumerate(batch.slots):
+            for node, (token, score, parent) in enumerate(self._grow(self._read[slot], shape)):
+                tokens[row, node], scores[row, node], parents[row, node] = token, score, parent
+        return _drafts(tokens, scores, None if shape.topk == 1 else parents, batch.token_ids.device)
+
+    def _grow(self, one: ReadSequence, shape: DraftShape) -> Iterator[tuple[int, float, int]]:
+        """(token, score, parent) of the likeliest nodes within the shape, best first, hence parents
+        first.
+        """
+        longest = ANSWER_CONTEXTS[0]
+        # (-score, age, token, parent, context): ties go to the older node.
+        heap: list[tuple[float, int, int, int, list[int]]] = []
+        node, age, context, score, level = 0, 0, one.tokens[-longest:], 1.0, 0
+        levels = {0: 0}
+        while True:
+            if level < shape.steps:
+                for token, share in self._next(one.answers, context, shape.topk):
+                    age += 1
+                    heapq.heappush(heap, (-score * share, age, token, node, context))
+            if not heap or len(levels) > shape.drafts or -heap[0][0] < shape.floor:
+                return
+            negative, _, token, parent, context = heapq.heappop(heap)
+            score, node, level = -negative, len(levels), levels[parent] + 1
+            levels[node] = level
+            context = [*context[1 - longest :], token]
+            yield token, score, parent
+
+    def _next(
+        self, answers: PromptAnswers | None, context: list[int], topk: int
+    ) -> list[tuple[int, float]]:
+        """The likeliest tokens after a context and their shares."""
+        if answers is not None:
+            counts, size = answers.contexts.follow(context)
+            if counts:
+                return likeliest(counts, topk, answer_prior(size))
+        return likeliest(self._table.follow(context), topk)
+
+    def ended(self, batch: DraftBatch) -> None:
+        """Counts the tokens that came since the last call, and keeps the answers."""
+        self.catch_up(batch)
+        for slot in batch.slots:
+            one, self._read[slot] = self._read[slot], ReadSequence()
+            if one.key:
+                self._answers.end(one.key, one.tokens[one.prompt :], batch.policy_version)
+
+    def flush(self) -> None:
+        """Empties the table and forgets all answers."""
+        self._table = ContextTable()
+        self._answers = AnswerStore(KeptAnswers(self._versions))
+        for one in self._read:
+            one.key, one.answers = b"", None
+
+    def free(self, slot: int) -> None:
+        """Another sequence comes; of this one, if it has not ended, the table alone keeps what it
+        counted.
+        """
+        one, self._read[slot] = self._read[slot], ReadSequence()
+        if one.key:
+            self._answers.leave(one.key)
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Hand a sequence's tokens to another slot."""
+        self.free(destination)
+        self._read[destination], self._read[source] = self._read[source], ReadSequence()
+
+    def bind(self, target: DecoderWeights) -> None:
+        """Reads no weights; what an older policy wrote is still the best guess."""
+
+    def load_state(self, directory: Path) -> object:
+        """Raises MissingCapability: there is nothing to train."""
+        raise MissingCapability("the n-gram speculator has no weights to swap", seen=directory)
+
+    def commit_state(self, state: object) -> None:
+        """Raises MissingCapability: there is nothing to train."""
+        raise MissingCapability("the n-gram speculator has no weights to swap")
+
+
+def _drafts(
+    tokens: npt.NDArray[np.int64],
+    scores: npt.NDArray[np.float32],
+    parents: npt.NDArray[np.int64] | None,
+    device: torch.device,
+) -> Drafts:
+    def given(values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Drafts(given(tokens), given(scores), None if parents is None else given(parents))
