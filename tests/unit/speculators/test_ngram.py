@@ -99,6 +99,6 @@ def test_the_table_keeps_at_most_its_capacity_and_drops_the_oldest() -> None:
         table.learn(list(range(start, start + 10)), 0)
         assert len(table) <= 40
     newest = list(range(3990, 3999))
-    assert table.follow(newest) == {3999: 1}
-    assert table.follow(list(range(8))) == {}
+    assert table.follow(newest) == ({3999: 1}, CONTEXTS[0])
+    assert table.follow(list(range(8))) == ({}, 0)
     assert CONTEXTS[0] < 8

@@ -14,6 +14,11 @@ ANSWER_CONTEXTS = (16, 8, 4, 2)
 """Lengths looked up among the answers to one prompt, longest first; answers to one prompt share
 longer passages.
 """
+ANSWERS_FIRST = 4
+"""From this length on, what the answers to the prompt say comes before what all sequences say;
+shorter, the longer of the two contexts decides, since two tokens of a prompt's own are followed by
+chance where the policy is not sure.
+"""
 TABLE_CONTEXTS = 1 << 18
 """Contexts of all sequences remembered at most; some 300 bytes each."""
 PRIOR = 1.0
@@ -44,15 +49,17 @@ class ContextTable:
                     counts = self._own(tuple(tokens[end - size : end]))
                     counts[token] = counts.get(token, 0) + 1
 
-    def follow(self, context: list[int]) -> Counts:
-        """Counts after the longest suffix of `context` that occurred; empty when none did."""
+    def follow(self, context: list[int]) -> tuple[Counts, int]:
+        """Counts after the longest suffix of `context` that occurred, and its length; ({}, 0) when
+        none did.
+        """
         for size in CONTEXTS:
             if size <= len(context):
                 key = tuple(context[-size:])
                 counts = self._young.get(key) or self._old.get(key)
                 if counts:
-                    return counts
-        return {}
+                    return counts, size
+        return {}, 0
 
     def _own(self, key: tuple[int, ...]) -> Counts:
         counts = self._young.get(key)
@@ -91,9 +98,7 @@ class AnswerContexts:
                         seen[token] = seen.get(token, 0) + 1
 
     def follow(self, context: list[int]) -> tuple[Counts, int]:
-        """Counts after the longest suffix of `context` that occurred, and its length; ({}, 0) when
-        none did.
-        """
+        """As ContextTable.follow."""
         before = tuple(context[-ANSWER_CONTEXTS[0] :])
         for size in ANSWER_CONTEXTS:
             if size <= len(before):

@@ -4,8 +4,9 @@ in all that this engine has seen.
 Prompt lookup (Saxena 2023), suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) and its form for
 RL, a history per prompt (Shao et al. 2025, arXiv 2511.13841), by counted contexts: how often which
 token came after the last 16, 8, 4 or 2 tokens in the answers to this prompt, earlier ones and those
-of siblings that run; where none of these occurred, after the last 6, 4 or 2 tokens in all
-sequences. The longest context that occurred proposes. Both are bounded (contexts.py, answers.py).
+of siblings that run, and after the last 6, 4 or 2 tokens in all sequences. The longest context that
+occurred proposes; from four tokens on the prompt's own come first. Both are bounded (contexts.py,
+answers.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from paceline.speculators.ngram.answers import (
 )
 from paceline.speculators.ngram.contexts import (
     ANSWER_CONTEXTS,
+    ANSWERS_FIRST,
     ContextTable,
     answer_prior,
     likeliest,
@@ -120,11 +122,12 @@ class NgramSpeculator:
         self, answers: PromptAnswers | None, context: list[int], topk: int
     ) -> list[tuple[int, float]]:
         """The likeliest tokens after a context and their shares."""
-        if answers is not None:
-            counts, size = answers.contexts.follow(context)
-            if counts:
-                return likeliest(counts, topk, answer_prior(size))
-        return likeliest(self._table.follow(context), topk)
+        own, size = ({}, 0) if answers is None else answers.contexts.follow(context)
+        if size < ANSWERS_FIRST:
+            counts, length = self._table.follow(context)
+            if length > size:
+                return likeliest(counts, topk)
+        return likeliest(own, topk, answer_prior(size)) if own else []
 
     def ended(self, batch: DraftBatch) -> None:
         """Counts the tokens that came since the last call, and keeps the answers."""
