@@ -108,6 +108,8 @@ class ArmChoice:
 
     arm: str
     explored: bool
+    # of a token of each of the situation's rows, in any unit; (): all alike
+    worth: Sequence[float] = ()
 
 
 class Bandit(Protocol):

@@ -14,7 +14,7 @@ E_r of a round of that row, hence
 
 with share_r the weight of row r among those that may be the last, (expected rounds left) **
 LAST_POWER normalised. With one row left this is tokens per second again; with many, the rows that
-will last count most.
+will last count most. The choice tells these values, so that a budget of drafts goes by them too.
 
 Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of
 its acceptance and of its seconds. Evidence that is not renewed fades, so that arms that may have
@@ -92,8 +92,8 @@ class CostModel(WindowedBandit):
         unseen = next((index for index in allowed if seconds[index] != seconds[index]), None)  # NaN
         if unseen is not None:
             return ArmChoice(self._names[unseen], explored=True)
-        tokens, beliefs = self._tokens(situation, group, seconds), self._acceptance.beliefs(group)
-        doubts = self._costs.doubts(group)
+        tokens, worth = self._tokens(situation, group, seconds)
+        beliefs, doubts = self._acceptance.beliefs(group), self._costs.doubts(group)
         believed = [tokens[index] / seconds[index] for index in allowed]
         hoped = [
             rate * beliefs.bound[index] / beliefs.tokens[index] * doubts[index]
@@ -103,7 +103,7 @@ class CostModel(WindowedBandit):
         chosen = self._due(group, allowed, believed, best)
         if chosen is None:
             chosen = hoped.index(max(hoped))
-        return ArmChoice(self._names[allowed[chosen]], explored=believed[chosen] < best)
+        return ArmChoice(self._names[allowed[chosen]], believed[chosen] < best, worth)
 
     def _due(
         self, group: int, allowed: list[int], believed: list[float], best: float
@@ -133,20 +133,23 @@ class CostModel(WindowedBandit):
 
         return None
 
-    def _tokens(self, situation: Situation, group: int, seconds: list[float]) -> list[float]:
-        """Tokens of a round [A], each row's weighed by what they are worth."""
+    def _tokens(
+        self, situation: Situation, group: int, seconds: list[float]
+    ) -> tuple[list[float], Sequence[float]]:
+        """Tokens of a round [A], each row's weighed by what they are worth, and that [B]; (): all
+        rows' alike.
+        """
         self._follow(situation.rows, group)
         tokens = self._acceptance.rows.tokens[self._slots]
         sums: list[float] = tokens.sum(axis=0).tolist()
         if not situation.draining or len(self._ids) == 1:
-            return sums
+            return sums, ()
         rates = [count / each for count, each in zip(sums, seconds, strict=True)]
         usual = rates.index(max(rates))
         one_row = self._costs.seconds(group, 1, situation.context)[usual]
-        weighed: list[float] = (
-            self._worth(tokens[:, usual], one_row / seconds[usual]) @ tokens
-        ).tolist()
-        return weighed
+        worth = self._worth(tokens[:, usual], one_row / seconds[usual])
+        weighed: list[float] = (worth @ tokens).tolist()
+        return weighed, worth.tolist()
 
     def _worth(self, each: Floats, fixed: float) -> Floats:
         """Value [B] of a token of each row; see the module. each: tokens [B] that the rows are

@@ -40,6 +40,7 @@ class RoundPlan:
     arms: dict[str, list[int]]  # arm -> rows
     situation: Situation
     explored: bool = False
+    worth: Sequence[float] = ()  # of a token of each row; (): all alike
 
     @property
     def single(self) -> str:
@@ -56,6 +57,7 @@ class DraftPart:
     speculator: Speculator
     batch: DraftBatch
     drafts: Drafts | None = None
+    worth: Sequence[float] = ()  # of a token of each member; (): all alike
 
 
 class Speculation:
@@ -126,7 +128,7 @@ class Speculation:
             return RoundPlan(arms, situation)
         choice = self.bandit.choose(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)
-        return RoundPlan(arms, situation, choice.explored)
+        return RoundPlan(arms, situation, choice.explored, choice.worth)
 
     def parts(
         self,
@@ -148,7 +150,8 @@ class Speculation:
                 )
                 speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
-                parts.append(DraftPart(members, arm, speculator, batch))
+                worth = [plan.worth[row] for row in members] if plan.worth else ()
+                parts.append(DraftPart(members, arm, speculator, batch, worth=worth))
         return parts
 
     def draft(
@@ -188,7 +191,7 @@ class Speculation:
         if budget is None or self.measuring:
             return part.speculator.propose(part.batch, shape)
         proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
-        return budget.prune(proposed, arm.speculator, arm.name)
+        return budget.prune(proposed, arm.speculator, arm.name, part.worth)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:
         """Which drafts were followed, for the budget's calibration."""
