@@ -200,7 +200,12 @@ def test_a_draining_batch_takes_the_arm_of_the_row_that_will_last() -> None:
     assert bandit.choose(situation(60, draining=False), ARMS[:2]).arm == "off"
     # Alone the easy row wants the chain: 4 tokens in 4.6 s. Of a round's 2.2 s with off 2.0 are
     # there for any last row.
-    assert bandit.choose(situation(60, draining=True), ARMS[:2]).arm == "eagle:3_1_4"
+    choice = bandit.choose(situation(60, draining=True), ARMS[:2])
+    assert choice.arm == "eagle:3_1_4"
+    # A round is worth as much to the row that will last as the part that all rounds share.
+    assert len(choice.worth) == 8
+    assert choice.worth[7] == max(choice.worth) > 2 * choice.worth[0] > 0
+    assert bandit.choose(situation(60, draining=False), ARMS[:2]).worth == ()
 
 
 # ---- what it spends on learning
