@@ -7,6 +7,7 @@ to one prompt, made anew from those that are kept (answers.py).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 CONTEXTS = (6, 4, 2)
 """Lengths looked up among all sequences, longest first."""
@@ -49,7 +50,7 @@ class ContextTable:
                     counts = self._own(tuple(tokens[end - size : end]))
                     counts[token] = counts.get(token, 0) + 1
 
-    def follow(self, context: list[int]) -> tuple[Counts, int]:
+    def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
         """Counts after the longest suffix of `context` that occurred, and its length; ({}, 0) when
         none did.
         """
@@ -71,8 +72,8 @@ class ContextTable:
 
 
 class AnswerContexts:
-    """Context -> how often each token came next, in the answers to one prompt; some 600 bytes a
-    token.
+    """Context -> how often each token came next, in the answers to one prompt; 200 to 400 bytes a
+    token, the less the more the answers are alike.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class AnswerContexts:
                     else:
                         seen[token] = seen.get(token, 0) + 1
 
-    def follow(self, context: list[int]) -> tuple[Counts, int]:
+    def follow(self, context: Sequence[int]) -> tuple[Counts, int]:
         """As ContextTable.follow."""
         before = tuple(context[-ANSWER_CONTEXTS[0] :])
         for size in ANSWER_CONTEXTS:

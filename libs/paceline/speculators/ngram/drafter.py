@@ -102,8 +102,8 @@ class NgramSpeculator:
         """
         longest = ANSWER_CONTEXTS[0]
         # (-score, age, token, parent, context): ties go to the older node.
-        heap: list[tuple[float, int, int, int, list[int]]] = []
-        node, age, context, score, level = 0, 0, one.tokens[-longest:], 1.0, 0
+        heap: list[tuple[float, int, int, int, tuple[int, ...]]] = []
+        node, age, context, score, level = 0, 0, tuple(one.tokens[-longest:]), 1.0, 0
         levels = {0: 0}
         while True:
             if level < shape.steps:
@@ -115,11 +115,11 @@ class NgramSpeculator:
             negative, _, token, parent, context = heapq.heappop(heap)
             score, node, level = -negative, len(levels), levels[parent] + 1
             levels[node] = level
-            context = [*context[1 - longest :], token]
+            context = (*context[1 - longest :], token)
             yield token, score, parent
 
     def _next(
-        self, answers: PromptAnswers | None, context: list[int], topk: int
+        self, answers: PromptAnswers | None, context: tuple[int, ...], topk: int
     ) -> list[tuple[int, float]]:
         """The likeliest tokens after a context and their shares."""
         own, size = ({}, 0) if answers is None else answers.contexts.follow(context)
