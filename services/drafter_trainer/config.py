@@ -13,9 +13,9 @@ class DrafterOptimizerConfig(OptimizerConfig):
     """Muon, or AdamW, of the drafter."""
 
     kind: Literal["muon", "adamw"] = "muon"
-    """What moves the matrices between states; embeddings, heads and norms are AdamW's always. Muon's
-    products cost as much as those of a step of some 3.7 tokens for each column of the policy's
-    states: give it as many, or choose adamw.
+    """What moves the matrices between states; embeddings, heads and norms are AdamW's always.
+    Muon's products cost as much as those of a step of some 3.7 tokens for each column of the
+    policy's states: give it as many, or choose adamw.
     """
     iterations: int = Field(default=3, ge=1, le=10)
     """Newton-Schulz iterations of Muon: with more its steps are truer and longer."""

@@ -12,7 +12,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import redis.asyncio
@@ -116,9 +116,11 @@ class FeaturePublisher:
         """Rows of any requests, as the ring gave them."""
         # One stable sort instead of a mask per request: a drain holds rows of a whole batch.
         rows = rows[np.argsort(rows["request_id"], kind="stable")]
-        edges = np.flatnonzero(np.diff(rows["request_id"])) + 1
-        for part in np.split(rows, edges):
-            gathered = self._gathered.get(int(part["request_id"][0])) if len(part) else None
+        owners = rows["request_id"]
+        starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
+        for start, end in pairwise([*starts, len(rows)] if len(rows) else ()):
+            part = rows[start:end]
+            gathered = self._gathered.get(int(owners[start]))
             if gathered is None:
                 continue
             if self._gathered_bytes + part.nbytes > self._gather_bytes:
@@ -144,7 +146,9 @@ class FeaturePublisher:
         parts = self._release(request_id)
         if not parts:
             return
-        batch = self._batch(np.concatenate(parts), origin)
+        # As bytes: of records numpy would agree upon the type anew with each part.
+        joined = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts])
+        batch = self._batch(joined.view(parts[0].dtype), origin)
         if batch is None:
             return
         if len(self._queue) >= self._queue_batches:

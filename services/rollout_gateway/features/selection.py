@@ -27,9 +27,12 @@ def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
     found = found[rows["token_id"][found] == tokens[rows["position"][found]]]
     if not len(found):
         return found
-    positions, from_end = np.unique(rows["position"][found][::-1], return_index=True)
+    written = rows["position"][found].astype(np.int64)
+    if (np.diff(written) == 1).all():
+        return found  # as nearly always: nothing was computed twice, nothing lost
+    positions, from_end = np.unique(written[::-1], return_index=True)
     newest = found[len(found) - 1 - from_end]
-    edges = np.flatnonzero(np.diff(positions.astype(np.int64)) != 1) + 1
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
     stretches: list[Indices] = np.split(newest, edges)
     return max(stretches, key=len)
 
@@ -41,6 +44,9 @@ def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
     Indices [R] in the order of writing, and their parents [R]: i < T is path[i], T + j the draft j.
     A draft whose parent was dropped, left out or computed anew falls with all that hangs under it.
     """
+    if not rows["parent"].any():
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing
     index, stamps = np.arange(len(rows)), rows["parent"].astype(np.int64)
     positions = rows["position"].astype(np.int64)
     own = stamps == 0
