@@ -260,6 +260,15 @@ def test_answers_of_a_version_that_was_taken_back_still_count() -> None:
     assert own_count(speculator, prompt, 4) == 1.0
 
 
+def test_an_answer_that_ended_under_a_version_taken_back_is_as_old_as_that() -> None:
+    speculator, prompt = fresh(versions=0), [1, 2, 3, 4]
+    speculator.catch_up(batch_of({2: (prompt, [])}, 5))  # counted from version 5 on
+    say(speculator, prompt, [9], 4)
+    assert own_count(speculator, prompt, 4) == 1.0
+    asked = batch_of({2: (prompt, [])}, 5)
+    assert drafts_of(speculator.propose(asked, DraftShape(1))) == [(9, 0.5)], "the table's"
+
+
 def test_a_running_sibling_is_counted_anew_with_what_is_left_when_answers_grow_old() -> None:
     speculator, prompt = fresh(versions=0), [1, 2, 3, 4]
     say(speculator, prompt, [9, 9], 0)
@@ -291,6 +300,39 @@ def test_of_a_prompts_answers_the_newest_are_kept_and_of_one_too_long_its_front(
     assert [one.tokens.tolist() for one in kept.of(key, 0)] == [[6] * 4, [7] * 4]
     kept.keep(key, list(range(30)), 0)
     assert [one.tokens.tolist() for one in kept.of(key, 0)] == [list(range(10))]
+
+
+def store_with(answers: dict[int, list[int]], tokens: int) -> AnswerStore:
+    """A store that has kept answers of these lengths to each prompt; nothing runs."""
+    kept = KeptAnswers(0)
+    for number, lengths in answers.items():
+        for length in lengths:
+            kept.keep(prompt_key([number]), [number] * length, 0)
+    return AnswerStore(kept, tokens)
+
+
+def counted(store: AnswerStore, number: int) -> int:
+    """Tokens of ended answers that a prompt's counts hold."""
+    return store.counted(prompt_key([number]), [number], 1, 0).ended
+
+
+def test_a_prompt_that_begins_counts_what_those_that_run_leave_it_and_takes_nothing_away() -> None:
+    store = store_with({1: [20, 20], 2: [15, 10, 5]}, tokens=60)
+    for number in (1, 2):
+        store.begin(prompt_key([number]))
+        counted(store, number)
+    assert [counted(store, 1), counted(store, 2), store.tokens] == [40, 15, 55]
+
+
+def test_a_prompt_that_nobody_answers_makes_room_for_one_that_grows() -> None:
+    store = store_with({1: [30], 2: [25]}, tokens=60)
+    for number in (1, 2, 2):
+        store.begin(prompt_key([number]))
+        counted(store, number)
+    store.end(prompt_key([1]), [], 0)
+    store.end(prompt_key([2]), [2] * 20, 0)
+    assert list(store._counted) == [prompt_key([2])]
+    assert store.tokens == 45
 
 
 OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=60)
