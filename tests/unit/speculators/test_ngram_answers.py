@@ -264,9 +264,11 @@ def test_an_answer_that_ended_under_a_version_taken_back_is_as_old_as_that() -> 
     speculator, prompt = fresh(versions=0), [1, 2, 3, 4]
     speculator.catch_up(batch_of({2: (prompt, [])}, 5))  # counted from version 5 on
     say(speculator, prompt, [9], 4)
-    assert own_count(speculator, prompt, 4) == 1.0
-    asked = batch_of({2: (prompt, [])}, 5)
-    assert drafts_of(speculator.propose(asked, DraftShape(1))) == [(9, 0.5)], "the table's"
+    rows: Rows = {2: (prompt, [])}
+    before = drafts_of(speculator.propose(batch_of(rows, 4), DraftShape(1)))
+    assert before == [(9, pytest.approx(1 / (1 + 2 / 4)))]
+    after = drafts_of(speculator.propose(batch_of(rows, 5), DraftShape(1)))
+    assert after == [(9, 0.5)], "the table's"
 
 
 def test_a_running_sibling_is_counted_anew_with_what_is_left_when_answers_grow_old() -> None:
@@ -322,6 +324,28 @@ def test_a_prompt_that_begins_counts_what_those_that_run_leave_it_and_takes_noth
         store.begin(prompt_key([number]))
         counted(store, number)
     assert [counted(store, 1), counted(store, 2), store.tokens] == [40, 15, 55]
+
+
+def test_a_prompt_that_nobody_answers_makes_room_for_one_that_begins() -> None:
+    store = store_with({1: [30], 2: [20], 3: [40]}, tokens=60)
+    for number in (1, 2):
+        store.begin(prompt_key([number]))
+        counted(store, number)
+        store.end(prompt_key([number]), [], 0)
+    store.begin(prompt_key([3]))
+    assert counted(store, 3) == 40
+    assert list(store._counted) == [prompt_key([2]), prompt_key([3])], "the last to end stays"
+
+
+def test_a_prompt_that_is_answered_all_the_time_is_counted_anew_when_it_fills_the_room() -> None:
+    store, key, ended = store_with({}, tokens=60), prompt_key([1]), []
+    store.begin(key)
+    for _ in range(7):
+        store.begin(key)
+        ended.append(counted(store, 1))
+        store.end(key, [1] * 20, 0)
+        assert store.tokens <= 60
+    assert ended == [0, 20, 40, 60, 60, 60, 60]
 
 
 def test_a_prompt_that_nobody_answers_makes_room_for_one_that_grows() -> None:
