@@ -294,7 +294,13 @@ class Listener:
         slots = engine._scheduler.ready()
         running = [engine._scheduler.running[slot] for slot in slots]
         store = engine._store
-        batch = DraftBatch(slots, [one.length for one in running], store.token_ids, store.hidden)
+        batch = DraftBatch(
+            slots,
+            [one.length for one in running],
+            store.token_ids,
+            store.hidden,
+            prompts=[len(one.request.prompt) for one in running],
+        )
         for name, speculator in engine._speculation.drafters.live.items():
             speculator.catch_up(batch)
             proposed = speculator.propose(batch, DraftShape(RECORDED_DRAFTS[name])).tokens.tolist()

@@ -175,10 +175,12 @@ class AnswerStore:
 
     def _make_room(self, tokens: int) -> None:
         """Discards prompts that nobody answers, those that ended longest ago first."""
+        if self.tokens + tokens <= self._most:
+            return
         for prompt in [one for one in self._counted if one not in self._running]:
+            self.discard(prompt)
             if self.tokens + tokens <= self._most:
                 return
-            self.discard(prompt)
 
 
 def newest(answers: Sequence[EndedAnswer], tokens: int) -> list[EndedAnswer]:
