@@ -101,7 +101,8 @@ def chosen_arms(text: str) -> tuple[str, ...]:
 def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
     """Rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
-    rows = [_row(one, by_key.get((one.seed, "none"))) for one in runs]
+    first = next((arm for arm in ARMS if any(one.arm == arm for one in runs)), OURS)
+    rows = [_row(one, by_key.get((one.seed, first))) for one in runs]
     trained = [one for one in runs if one.arm == OURS] or list(runs)
     rise = statistics.median(one.rise for one in trained)
     goals: list[Goal] = [at_least("rise in held-out accuracy", RISE_GOAL, rise)]
@@ -197,14 +198,14 @@ def first_difference(one: DemoRun, other: DemoRun) -> int | None:
     )
 
 
-def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
-    differs = (
-        first_difference(one, baseline) if baseline is not None and one.arm != "none" else None
-    )
+def _row(one: DemoRun, first: DemoRun | None) -> Row:
+    """Of a run, beside the seed's run of the first arm, which says the same tokens."""
+    beside = first if first is not None and first.arm != one.arm else None
+    differs = first_difference(one, beside) if beside is not None else None
     equal = one.steps[: differs - 1] if differs else one.steps
-    curve = baseline is not None and all(
+    curve = beside is not None and all(
         a.get("reward_mean") == b.get("reward_mean")  # absent where it is 0
-        for a, b in zip(equal, baseline.steps, strict=False)
+        for a, b in zip(equal, beside.steps, strict=False)
     )
     summary = one.summary
     return {
@@ -217,8 +218,8 @@ def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
         "step s": statistics.median(step["step_s"] for step in one.last_third),
         "drafter steps/step": summary["drafter_steps_per_rl_step"],
         "wait %": 100 * summary["preempt_wait_share"],
-        "tokens differ at": "" if one.arm == "none" else str(differs or "never"),
-        "rewards equal": "" if one.arm == "none" else ("yes" if curve else "no"),
+        "tokens differ at": str(differs or "never") if beside is not None else "",
+        "rewards equal": ("yes" if curve else "no") if beside is not None else "",
         "near-ties": summary["near_ties"],
         "s of all steps": sum(step["step_s"] for step in one.steps),
         "CPU s": one.cpu_s,

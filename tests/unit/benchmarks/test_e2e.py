@@ -117,6 +117,13 @@ def test_the_first_step_with_other_tokens_is_named_and_rewards_until_then_are_co
     assert compare([baseline, other], "t").rows[1]["rewards equal"] == "no"
 
 
+def test_without_a_run_that_drafts_nothing_tokens_are_compared_with_the_first_arm() -> None:
+    ours, frozen = run(0, "cotrained", 1500.0), run(0, "frozen", 1200.0, differs_at=7)
+    rows = compare([ours, frozen], "t").rows
+    assert [row["tokens differ at"] for row in rows] == ["", "7"]
+    assert [row["rewards equal"] for row in rows] == ["", "yes"]
+
+
 @pytest.mark.parametrize("text", ["none,fast", "none,", ""])
 def test_an_arm_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
