@@ -414,7 +414,7 @@ def test_trees_of_a_block_and_what_the_budget_leaves_of_it_change_no_token(tmp_p
     for arm in arms:
         engine.force_arm(arm)
         assert generate(engine, requests()) == wanted, arm
-    assert engine.load.speculation.accepted_tokens > 0
+    assert engine.load.speculation.drafted_tokens > 0  # by nothing trained: accepted by chance
     with pytest.raises(ConfigError, match=r"block was trained for; seen: 8; allowed: 1 to 7"):
         build(tmp_path, drafter="dflash", more_drafters=(), arms=("dflash:8_1_9",))
 
