@@ -15,7 +15,11 @@ from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 8
+STEPS = {"dflash": 14}
+"""Of kinds that learn more slowly from few rows: a busy machine leaves the drafter five optimiser
+steps in each.
+"""
+OTHERS = 8  # of the others
 TRAINED = [kind for kind in SPECULATORS.values() if kind.trained]
 
 
@@ -33,7 +37,8 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
         "coordinator.evaluation.heldout_prompts=16",
         "coordinator.evaluation.probe_prompts=32",
     )
-    process = demo(tmp_path, "--steps", str(STEPS), *from_nothing)
+    count = STEPS.get(kind.name, OTHERS)
+    process = demo(tmp_path, "--steps", str(count), *from_nothing)
     output, _ = process.communicate(timeout=patient(600))
     assert process.returncode == 0, output
     run = tmp_path / "demo-0-1"
@@ -46,7 +51,7 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
     # One may be taken back for the one before it; what is new comes in order.
     assert list(dict.fromkeys(served)) == sorted(set(served))
     assert summary["accept_len_last"] > summary["accept_len_first"] + 0.2
-    assert summary["drafter_steps"] >= 2 * STEPS
+    assert summary["drafter_steps"] >= 2 * count
     arms = [name for step in steps for name in step["arm_rounds"]]
     assert any(name.startswith(f"{kind.name}:") for name in arms)
     drafted = [step for step in steps if step.get("accept_length")]
