@@ -23,7 +23,7 @@ match os.environ.get("STUB_IMPORT"):
         time.sleep(600)
 
 
-def main() -> int:
+def main() -> int | None:
     facts = {
         "imported_by": IMPORTED_BY,
         "parent": os.getppid(),
@@ -42,6 +42,8 @@ def main() -> int:
             signal.pause()
         case "late":
             _leave_work_behind()
+        case "nothing":
+            return None
     return 3
 
 

@@ -76,6 +76,12 @@ async def test_what_a_fork_has_begun_is_done_when_it_ends(make: Make, tmp_path: 
     assert log.read_text().splitlines()[1:] == ["a pool", "a thread", "at exit"]
 
 
+async def test_a_fork_whose_main_says_nothing_has_ended_well(make: Make, tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    assert await ended(await fork(make(), log, "nothing")) == 0
+    assert "Traceback" not in log.read_text()
+
+
 async def test_a_signal_reaches_a_fork_alone_and_shows_in_its_end(
     make: Make, tmp_path: Path
 ) -> None:

@@ -238,8 +238,8 @@ def _become(
         _execute(order.module)
     sys.argv = [order.module]
     setproctitle(f"python -m {order.module}")
-    status: int = importlib.import_module(order.module).main()
-    _leave_at_once(status)
+    status: int | None = importlib.import_module(order.module).main()
+    _leave_at_once(status or 0)  # as sys.exit has it
 
 
 def _leave_at_once(status: int) -> NoReturn:
