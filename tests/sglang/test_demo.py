@@ -13,7 +13,6 @@ from paceline.local.patience import patient
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 STEPS = 3
 LEARNING = (
-    "gateway.engine.workers=1",
     "gateway.features.share=1.0",
     "coordinator.drafter_schedule=serial",
     "coordinator.max_drafter_steps=150",
