@@ -33,6 +33,11 @@ class DemoRun:
     cpu_s: float | None  # of all its processes; None when it was not measured
 
     @property
+    def drafter_budget(self) -> tuple[int, int]:
+        """Optimiser steps and tokens that its drafter was trained with."""
+        return self.summary["drafter_steps"], self.summary["drafter_tokens"]
+
+    @property
     def last_third(self) -> Sequence[Mapping[str, Any]]:
         """The steps that are compared."""
         return self.steps[-max(len(self.steps) // 3, 1) :]

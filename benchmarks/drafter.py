@@ -166,7 +166,7 @@ def second_plans(plan: Planner, mixes: Mixes, harvested: DemoRun) -> list[DemoPl
         tasks = ("--tasks", str(mixes.first), "--heldout", str(mixes.first_heldout))
         model = ("--model", str(policy))
         await demo_runs.trained_drafter(
-            made, harvested.seed, *_budget(harvested), *tasks, *model, *ANSWERS
+            made, harvested.seed, *harvested.drafter_budget, *tasks, *model, *ANSWERS
         )
         return ("--frozen-drafter", str(made))
 
@@ -188,13 +188,8 @@ async def from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -
 
     tasks = ("--tasks", str(mixes.second), "--heldout", str(mixes.second_heldout))
     model = ("--model", str(policy))
-    await demo_runs.trained_drafter(made, seed, *_budget(harvested), *tasks, *model, *ANSWERS)
+    await demo_runs.trained_drafter(made, seed, *harvested.drafter_budget, *tasks, *model, *ANSWERS)
     return float(json.loads((made / "probe.json").read_text(encoding="utf-8"))["accept_length"])
-
-
-def _budget(run: DemoRun) -> tuple[int, int]:
-    """Optimiser steps and tokens that its drafter was trained with."""
-    return run.summary["drafter_steps"], run.summary["drafter_tokens"]
 
 
 async def _packing(out: Path) -> float:

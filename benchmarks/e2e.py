@@ -101,8 +101,7 @@ def chosen_arms(text: str) -> tuple[str, ...]:
 def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
     """Rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
-    first = next((arm for arm in ARMS if any(one.arm == arm for one in runs)), OURS)
-    rows = [_row(one, by_key.get((one.seed, first))) for one in runs]
+    rows = [_row(one, by_key.get((one.seed, runs[0].arm))) for one in runs]
     trained = [one for one in runs if one.arm == OURS] or list(runs)
     rise = statistics.median(one.rise for one in trained)
     goals: list[Goal] = [at_least("rise in held-out accuracy", RISE_GOAL, rise)]
