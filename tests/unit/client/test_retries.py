@@ -28,6 +28,7 @@ from paceline.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from paceline.local.patience import patient
 
 COMPLETION = {
     "id": "cmpl-1",
@@ -127,8 +128,9 @@ async def test_no_call_outlasts_its_deadline(
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"0\.4 s"):
         await client.session_info("s1")
-    assert 0.4 <= time.monotonic() - began < 2
-    assert len(gateway.seen) == 1
+    assert 0.4 <= time.monotonic() - began < patient(2)
+    # Not asked again; a busy machine may have ended the wait before the server read it at all.
+    assert len(gateway.seen) <= 1
 
 
 async def test_a_generations_deadline_is_its_own_or_the_calls(
