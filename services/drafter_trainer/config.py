@@ -57,6 +57,8 @@ class GateConfig(Config):
     """Optimiser steps between two judgements."""
     min_positions: int = Field(default=200, ge=1)
     """Positions a judgement needs."""
+    min_groups: int = Field(default=3, ge=2)
+    """Groups of siblings a judgement needs: its noise is how these differ."""
     draft_steps: int = Field(default=5, ge=1)
     """Tokens drafted per position when judging."""
     samples: int = Field(default=32, ge=1)

@@ -10,7 +10,8 @@ moving policy gets further in as many seconds, although each step costs some pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.models.products import added, linear
+from paceline.models.products import linear
 from paceline.training.shards import local_of, local_rows
 
 MOMENTUM = "exp_avg"
@@ -31,30 +32,56 @@ RMS = 0.6
 """Root mean square of an update at a learning rate of one. With it the rates that are best for
 AdamW are best for Muon too (docs/adr/0075); Liu et al. have 0.2.
 """
+TOGETHER = 1 << 20
+"""Numbers that products of several matrices may have: 16 of the demo's; of larger ones each fills
+the processor by itself, and a rank of a sharded drafter gathers one at a time.
+"""
 _SMALLEST = 1e-7
 
 
-def orthogonalised(matrix: Tensor, iterations: int) -> Tensor:
-    """About U V^T of matrix = U S V^T, [M, N] in its own dtype, by Newton-Schulz iterations
+def orthogonalised(matrices: Sequence[Tensor], iterations: int) -> list[Tensor]:
+    """About U V^T of each matrix = U S V^T, [M, N] in its own dtype, by Newton-Schulz iterations
 
     X <- (a + b G + c G^2) X with G = X X^T, from X = matrix / |matrix|, over the shorter side.
 
     All their factors are polynomials of the first G, so they commute: G <- F G F follows without
-    X, which is met twice in all, where it is long.
+    X, which is met twice in all, where it is long. All matrices have one shorter side, and their
+    G [K, m, m] are multiplied together: small products cost their calls.
     """
     a, b, c = COEFFICIENTS
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
-    scaled = (wide / wide.norm().clamp(min=_SMALLEST)).contiguous()
-    gram = linear(scaled, scaled)
+    scaled = [_wide(one) / one.norm().clamp(min=_SMALLEST) for one in matrices]
+    gram = torch.stack([linear(one, one) for one in map(Tensor.contiguous, scaled)])
     turn: Tensor | None = None
     for number in range(iterations):  # the products are of symmetric matrices, and symmetric
-        factor = added(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal().add_(a)
-        turn = factor if turn is None else linear(factor, turn)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        turn = factor if turn is None else factor @ turn
         if number + 1 < iterations:
-            gram = linear(linear(factor, gram), factor)
-    found = scaled if turn is None else linear(turn, scaled.t())
-    return found if wide is matrix else found.t()
+            gram = factor @ gram @ factor
+    if turn is not None:
+        scaled = [linear(each, one.t()) for each, one in zip(turn, scaled, strict=True)]
+    return [
+        found if matrix.shape == found.shape else found.t()
+        for found, matrix in zip(scaled, matrices, strict=True)
+    ]
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
+
+
+def multiplied_together(matrices: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of one shorter side m, in their order, as many as have at most TOGETHER numbers in
+    their m x m products; one at least.
+    """
+    batches: dict[int, list[list[Tensor]]] = defaultdict(lambda: [[]])
+    for matrix in matrices:
+        side = min(matrix.shape)
+        last = batches[side][-1]
+        if last and (len(last) + 1) * side * side > TOGETHER:
+            batches[side].append(last := [])
+        last.append(matrix)
+    return [batch for of_side in batches.values() for batch in of_side]
 
 
 class Muon(Optimizer):
@@ -89,18 +116,22 @@ class Muon(Optimizer):
         """Moves every matrix that has a gradient; returns nothing."""
         assert closure is None, "a loss is not computed again"
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    self._move(matrix, group)
+            learned = [matrix for matrix in group["params"] if matrix.grad is not None]
+            for batch in multiplied_together(learned):
+                ahead = [self._ahead(matrix, group["momentum"]) for matrix in batch]
+                directions = orthogonalised(ahead, group["iterations"])
+                for matrix, direction in zip(batch, directions, strict=True):
+                    _move(matrix, direction, group["lr"], group["weight_decay"])
 
-    def _move(self, matrix: Tensor, settings: dict[str, Any]) -> None:
-        gradient, beta = matrix.grad, settings["momentum"]
+    def _ahead(self, matrix: Tensor, beta: float) -> Tensor:
+        """The whole of Nesterov's average."""
+        gradient = matrix.grad
         assert gradient is not None
         average = self.state[matrix][MOMENTUM].lerp_(gradient, 1 - beta)
         ahead = gradient.lerp(average, beta)
-        whole = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
+        return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
 
-        direction = orthogonalised(whole, settings["iterations"])
-        rate = settings["lr"] * RMS * math.sqrt(max(matrix.shape))
-        own = local_of(matrix).mul_(1 - settings["lr"] * settings["weight_decay"])
-        own.sub_(local_rows(direction, matrix), alpha=rate)
+
+def _move(matrix: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
+    own = local_of(matrix).mul_(1 - lr * weight_decay)
+    own.sub_(local_rows(direction, matrix), alpha=lr * RMS * math.sqrt(max(matrix.shape)))

@@ -84,20 +84,20 @@ class Judgement:
 def judge(
     candidate: Chain,
     serving: Chain,
-    documents: npt.NDArray[np.int64],
+    groups: npt.NDArray[np.int64],
     *,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Judgement:
-    """Compares two drafters position by position; `documents` [N] is the sequence each position
-    belongs to.
+    """Compares two drafters position by position; `groups` [N] is the group of siblings each
+    position belongs to.
 
-    Positions of one sequence depend on each other, so whole sequences are resampled (paired
-    bootstrap; Efron & Tibshirani 1993, chapter 8).
+    Positions of one sequence depend on each other, and sequences of one prompt say nearly the
+    same, so whole groups are resampled (paired bootstrap; Efron & Tibshirani 1993, chapter 8).
     """
-    several = len(np.unique(documents)) > 1
+    count = len(np.unique(groups))
     survival = [one.accepted.mean(axis=0) for one in (candidate, serving)]
-    drawn = [_resampled(one, documents, resamples, seed) for one in (candidate, serving)]
+    drawn = [_resampled(one, groups, resamples, seed) for one in (candidate, serving)]
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
     speedups = [
         speedup(resampled, one.size_groups)
@@ -108,22 +108,22 @@ def judge(
     return Judgement(
         candidate=1.0 + float(survival[0].sum()),
         serving=1.0 + float(survival[1].sum()),
-        noise=_half_width(lengths[0] - lengths[1], several),
+        noise=_half_width(lengths[0] - lengths[1], count),
         positions=len(candidate.accepted),
         candidate_speedup=float(speedup(survival[0], candidate.size_groups)),
         serving_speedup=float(speedup(survival[1], serving.size_groups)),
-        speedup_noise=_half_width(speedups[0] - speedups[1], several),
-        serving_noise=_half_width(lengths[1], several),
+        speedup_noise=_half_width(speedups[0] - speedups[1], count),
+        serving_noise=_half_width(lengths[1], count),
         survival=tuple(survival[0].tolist()),
         serving_survival=tuple(survival[1].tolist()),
         gain=float(own[0] / own[1]) - 1,
-        gain_noise=_half_width(own_drawn[0] / own_drawn[1], several),
+        gain_noise=_half_width(own_drawn[0] / own_drawn[1], count),
     )
 
 
-def _resampled(chain: Chain, documents: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
-    """Survivals [resamples, K] of as many sequences, drawn anew; the same ones for each chain."""
-    _, index = np.unique(documents, return_inverse=True)
+def _resampled(chain: Chain, groups: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
+    """Survivals [resamples, K] of as many groups, drawn anew; the same ones for each chain."""
+    _, index = np.unique(groups, return_inverse=True)
     sizes = np.bincount(index).astype(np.float64)
     draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))
     sums = np.stack([np.bincount(index, weights=column) for column in chain.accepted.T], axis=1)
@@ -152,9 +152,10 @@ def _speed(survival: Floats, size_group: SizeGroup) -> Floats:
     return best
 
 
-def _half_width(means: Floats, several: bool) -> float:
-    # One sequence says nothing about how sequences differ.
-    return 1.96 * float(means.std()) if several else math.inf
+def _half_width(means: Floats, count: int) -> float:
+    # One group says nothing about how groups differ, and few say too little: a bootstrap has their
+    # spread around their own mean.
+    return 1.96 * float(means.std()) * math.sqrt(count / (count - 1)) if count > 1 else math.inf
 
 
 class MeasuredCosts:

@@ -124,7 +124,7 @@ class MeasuredRows:
     """What was measured at N positions, in one order for all drafters."""
 
     accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
-    documents: npt.NDArray[np.int64]  # [N] number of the sequence
+    groups: npt.NDArray[np.int64]  # [N] number of the sequence's group of siblings
     buckets: npt.NDArray[np.int64]  # [N] index into BUCKETS
 
     def lengths_by_bucket(self, drafter: int) -> dict[str, float]:
@@ -153,9 +153,10 @@ class GateJob:
         self._pieces = _pieces(samples, window)
         self._settings, self._window = settings, window
         self._accepted: list[list[Floats]] = [[] for _ in self._nets]
-        self._documents: list[npt.NDArray[np.int64]] = []
+        self._groups: list[npt.NDArray[np.int64]] = []
         self._buckets: list[npt.NDArray[np.int64]] = []
-        self._offset, self._next = 0, 0
+        self._numbers: dict[str, int] = {}  # of groups
+        self._next = 0
         self._row: PackedRow | None = None
         self._temperature = 1.0  # of the piece at hand
         self._heads = heads
@@ -170,12 +171,17 @@ class GateJob:
     @property
     def even(self) -> bool:
         """All drafters measured on the same pieces, one at least."""
-        return self._row is None and bool(self._documents)
+        return self._row is None and bool(self._groups)
 
     @property
     def positions(self) -> int:
         """That all drafters are measured at."""
-        return sum(map(len, self._documents)) if self.even else 0
+        return sum(map(len, self._groups)) if self.even else 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of siblings that any drafter is measured on."""
+        return len(self._numbers)
 
     def advance(self) -> None:
         """Measures the next drafter on the next piece."""
@@ -199,20 +205,20 @@ class GateJob:
     def _open(self, samples: list[FeatureSample]) -> None:
         row = self._row = pack(samples, window=self._window)
         self._temperature = samples[0].temperature or GREEDY
-        self._documents.append(row.documents[_drawn(row)].numpy() + self._offset)
+        numbers = [self._numbers.setdefault(s.siblings, len(self._numbers)) for s in samples]
+        self._groups.append(np.array(numbers)[row.documents[_drawn(row)].numpy()])
         self._buckets.append(position_buckets(row).numpy())
-        self._offset += len(samples)
 
     def measured(self) -> MeasuredRows:
         """What came out so far; call when even."""
         accepted = [np.concatenate(pieces) for pieces in self._accepted]
-        documents, buckets = np.concatenate(self._documents), np.concatenate(self._buckets)
-        return MeasuredRows(accepted, documents, buckets)
+        groups, buckets = np.concatenate(self._groups), np.concatenate(self._buckets)
+        return MeasuredRows(accepted, groups, buckets)
 
 
 def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
     """Samples of one head and temperature each, few enough to be measured between two looks at the
-    lease; the newest come last, and are measured first.
+    lease; the last are measured first.
     """
     pieces: list[list[FeatureSample]] = [[]]
     for sample in samples:

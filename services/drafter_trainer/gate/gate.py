@@ -207,12 +207,14 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
-        return self._rows.fresh(self._settings.min_positions, self._settings.samples)
+        return self._rows.fresh(
+            self._settings.min_positions, self._settings.min_groups, self._settings.samples
+        )
 
     def _enough(self, samples: list[FeatureSample]) -> bool:
         return (
-            bool(samples)
-            and sum(sample.targets for sample in samples) >= self._settings.min_positions
+            sum(sample.targets for sample in samples) >= self._settings.min_positions
+            and len({sample.siblings for sample in samples}) >= self._settings.min_groups
         )
 
     def _snapshots(self, layers: str) -> list[DrafterState]:
@@ -238,12 +240,16 @@ class PublishGate:
             for index, one in enumerate(drafters)
         ]
         rivals, candidates = chains[: len(now.rivals)], chains[len(now.rivals) :]
-        found = [[judge(one, rival, measured.documents) for rival in rivals] for one in candidates]
+        found = [[judge(one, rival, measured.groups) for rival in rivals] for one in candidates]
         return found, known
 
     def _decided(self, now: _Round) -> bool:
         """Whether the rest of the rows need not be measured."""
-        if not now.candidates or now.job.positions < self._settings.min_positions:
+        few = (
+            now.job.positions < self._settings.min_positions
+            or now.job.groups < self._settings.min_groups
+        )
+        if few or not now.candidates:
             return False
         found, _ = self._judgements(now)
         return all(one.decided for against in found for one in against)
@@ -317,7 +323,7 @@ class PublishGate:
         self._checked_policy = head.policy_version
         size_groups, measured = self.costs.size_groups({self.serving.kind})
         chain = Chain(self.serving.kind, rows.accepted[0], size_groups[self.serving.kind])
-        itself = judge(chain, chain, rows.documents)
+        itself = judge(chain, chain, rows.groups)
         frozen_at = self._freeze.baseline
         if not self._freeze.measured(itself.serving, itself.serving_noise):
             log.info(

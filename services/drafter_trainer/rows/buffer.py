@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from statistics import median_high
 
 import numpy as np
@@ -64,15 +65,20 @@ class FeatureBuffer:
         samples before all.
         """
         sample = sample if self._config.rejected else replace(sample, branches=None)
-        siblings = zlib.crc32((sample.group or sample.session).encode())
-        if siblings % self._config.judged_every:
+        if zlib.crc32(sample.siblings.encode()) % self._config.judged_every:
             self._place(sample)
         else:
             self._fresh.append(sample)
             self.nbytes += sample.nbytes
         if len(self._fresh) > self._config.judged_samples:
-            self.release([self._fresh[0]])
+            self.release([self._least_telling()])
         self._evict()
+
+    def _least_telling(self) -> FeatureSample:
+        """The oldest fresh sample of those with the most fresh siblings."""
+        sizes = Counter(sample.siblings for sample in self._fresh)
+        most = max(sizes.values())
+        return next(sample for sample in self._fresh if sizes[sample.siblings] == most)
 
     def release(self, samples: Iterable[FeatureSample]) -> None:
         """These have judged, and are trained on from now on."""
@@ -197,18 +203,32 @@ class FeatureBuffer:
             drawn.append(sample)
         return drawn
 
-    def fresh(self, known_heads: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
-        """Fresh samples of the newest policy version that has some, oldest first.
+    def fresh(
+        self, known_heads: Iterable[str], at_least: int = 1, groups: int = 1
+    ) -> list[FeatureSample]:
+        """Fresh samples of the newest policy version that has some; at the end one of each group,
+        before them a second one of each, and so on, oldest first among these.
 
-        Where they hold fewer than `at_least` drafting targets, those of the versions before it come
-        along, newest versions first to be taken: short responses must not keep drafters from being
-        judged.
+        Where they hold fewer than `at_least` drafting targets or are of fewer than `groups`, those
+        of the versions before it come along, newest versions first to be taken: short responses
+        must not keep drafters from being judged.
         """
         known = set(known_heads)
         usable = [sample for sample in self._fresh if sample.lm_head_hash in known]
         taken: list[FeatureSample] = []
         for version in sorted({sample.policy_version for sample in usable}, reverse=True):
             taken = [*(sample for sample in usable if sample.policy_version == version), *taken]
-            if sum(sample.targets for sample in taken) >= at_least:
+            kinds = len({sample.siblings for sample in taken})
+            if kinds >= groups and sum(sample.targets for sample in taken) >= at_least:
                 break
-        return taken
+        return _in_turn(taken)
+
+
+def _in_turn(samples: Sequence[FeatureSample]) -> list[FeatureSample]:
+    """The newest of each group last, before them the newest but one of each, and so on."""
+    newer = Counter[str]()
+    turns = list[int]()
+    for sample in reversed(samples):
+        turns.append(-newer[sample.siblings])
+        newer[sample.siblings] += 1
+    return [one for _, one in sorted(zip(reversed(turns), samples, strict=True), key=itemgetter(0))]

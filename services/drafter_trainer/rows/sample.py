@@ -80,6 +80,11 @@ class FeatureSample:
     traceparent: str = ""  # of the batch it came in
 
     @property
+    def siblings(self) -> str:
+        """Names its group; itself where it has none."""
+        return self.group or self.session
+
+    @property
     def positions(self) -> int:
         """Training positions of the sequence: each needs its row and the next one."""
         return self.hidden.shape[0] - 1

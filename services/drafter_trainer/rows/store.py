@@ -101,10 +101,10 @@ class RowStore:
         with self._changed:
             self._changed.wait(timeout_s)
 
-    def fresh(self, at_least: int, most: int) -> list[FeatureSample]:
-        """See FeatureBuffer.fresh; the newest so many."""
+    def fresh(self, at_least: int, groups: int, most: int) -> list[FeatureSample]:
+        """See FeatureBuffer.fresh; the last so many."""
         with self._changed:
-            return self._buffer.fresh(self.heads.hashes, at_least)[-most:]
+            return self._buffer.fresh(self.heads.hashes, at_least, groups)[-most:]
 
     def release(self, samples: Sequence[FeatureSample]) -> None:
         """See FeatureBuffer.release."""

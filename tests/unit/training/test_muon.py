@@ -45,7 +45,7 @@ def test_an_iteration_is_the_quintic_on_the_singular_values(
 ) -> None:
     matrix = gradient(shape, 1)
     expected = by_hand(matrix.double().numpy(), iterations)
-    found = orthogonalised(matrix, iterations)
+    found = orthogonalised([matrix], iterations)[0]
     assert found.shape == matrix.shape
     assert np.abs(found.numpy() - expected).max() < 1e-4
 
@@ -57,7 +57,7 @@ def test_seven_iterations_bring_singular_values_of_any_size_near_one(
 ) -> None:
     matrix = gradient((rows, columns), seed)
     wanted = torch.linalg.svdvals(matrix.double())
-    found = torch.linalg.svdvals(orthogonalised(matrix.double(), 7))
+    found = torch.linalg.svdvals(orthogonalised([matrix.double()], 7)[0])
     large = wanted > 0.01 * math.sqrt(float((wanted**2).sum()))
     assert float(found.max()) < 1.25
     assert float(found[large].min()) > 0.6

@@ -1,4 +1,4 @@
-"""Acceptance length is what counting gives; noise is that of whole sequences; nothing is promoted
+"""Acceptance length is what counting gives; noise is that of whole groups of siblings; nothing is promoted
 inside it.
 """
 
@@ -38,7 +38,7 @@ def test_length_counts_the_bonus_token_and_the_difference_is_paired() -> None:
     assert conditional(verdict.serving_survival) == pytest.approx((0.75, 1 / 3, 0.0, 0.0, 0.0))
 
 
-def test_noise_is_the_standard_error_of_independent_sequences() -> None:
+def test_noise_is_the_standard_error_of_independent_groups() -> None:
     draw = np.random.default_rng(1)
     serving = draw.integers(1, 5, 400)
     candidate = serving + draw.integers(-1, 2, 400)
@@ -49,8 +49,20 @@ def test_noise_is_the_standard_error_of_independent_sequences() -> None:
     tenfold = [np.repeat(values, 10) for values in (candidate, serving, np.arange(400))]
     repeated = judge(chain(tenfold[0]), chain(tenfold[1]), tenfold[2], resamples=2_000)
     assert repeated.noise == pytest.approx(expected, rel=0.1), (
-        "positions of one sequence are no independent evidence"
+        "positions of one group are no independent evidence"
     )
+
+
+def test_the_noise_of_few_groups_is_that_of_their_unbiased_spread() -> None:
+    differences = np.array([0, 1, 1, 2])
+    verdict = judge(
+        chain(1 + differences.repeat(10)),
+        chain(np.ones(40)),
+        np.arange(4).repeat(10),
+        resamples=20_000,
+    )
+    expected = 1.96 * differences.std(ddof=1) / math.sqrt(4)
+    assert verdict.noise == pytest.approx(expected, rel=0.03)
 
 
 def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
@@ -66,7 +78,7 @@ def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
     assert promoted[0.4] >= 190
 
 
-def test_one_sequence_or_no_difference_promotes_nothing() -> None:
+def test_one_group_or_no_difference_promotes_nothing() -> None:
     many, one = np.arange(50) // 5, np.zeros(50, dtype=np.int64)
     high, low = chain(np.full(50, 4)), chain(np.full(50, 1))
     assert judge(high, low, one).noise == math.inf
@@ -76,26 +88,26 @@ def test_one_sequence_or_no_difference_promotes_nothing() -> None:
 
 
 def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
-    documents = np.arange(50) // 5
+    groups = np.arange(50) // 5
     dear, cheap = {1: 1.5, 3: 2.5, 5: 3.5}, {1: 1.1, 3: 1.3}
     long, short = chain(np.full(50, 4), "eagle", dear), chain(np.full(50, 3), "lstm", cheap)
-    verdict = judge(long, short, documents)
+    verdict = judge(long, short, groups)
     assert (verdict.candidate, verdict.serving) == (5.0, 4.0)
     # 2 / 1.5, 4 / 2.5, 5 / 3.5 against 2 / 1.1, 4 / 1.3
     assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((1.6, 4 / 1.3))
     assert not verdict.better
-    assert judge(short, long, documents).better
+    assert judge(short, long, groups).better
 
 
 def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_makes_nothing_faster() -> None:
-    documents = np.arange(50) // 5
+    groups = np.arange(50) // 5
     costs = {1: 1.2, 3: 1.5}
     for rival, better in ((1.0, True), (2.0, True), (2.7, False)):
         long, short = (
             chain(np.full(50, count), "eagle", None, SizeGroup(1.0, costs, rival))
             for count in (3, 1)
         )
-        verdict = judge(long, short, documents)
+        verdict = judge(long, short, groups)
         assert verdict.better == better
         assert verdict.candidate_speedup == pytest.approx(max(4 / 1.5, rival))
         assert verdict.serving_speedup == pytest.approx(max(2 / 1.2, rival))
@@ -111,13 +123,13 @@ def test_speeds_of_batch_sizes_count_by_the_seconds_spent_in_them() -> None:
 
 
 def test_a_difference_far_beyond_the_noise_is_decided_before_the_rest_is_measured() -> None:
-    draw, documents = np.random.default_rng(2), np.arange(60) // 6
+    draw, groups = np.random.default_rng(2), np.arange(60) // 6
     low = draw.integers(0, 3, 60)
-    assert not judge(chain(low + 2), chain(low), 0 * documents).decided, "no noise is known"
+    assert not judge(chain(low + 2), chain(low), 0 * groups).decided, "no noise is known"
     noisy = low + draw.integers(1, 4, 60)
-    assert judge(chain(noisy), chain(low), documents).decided
+    assert judge(chain(noisy), chain(low), groups).decided
     alike = low + draw.integers(-1, 2, 60)
-    assert not judge(chain(alike), chain(low), documents).decided
+    assert not judge(chain(alike), chain(low), groups).decided
 
 
 def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:

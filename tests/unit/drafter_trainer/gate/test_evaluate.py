@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -98,13 +99,31 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
         )
         assert abs(got.sum(axis=1).mean() - counts.mean()) < 1e-3
     assert (
-        len(measured.documents)
+        len(measured.groups)
         == len(measured.buckets)
         == sum(int(one.generated[2:].sum()) for one in samples)
     )
-    assert sorted(np.unique(measured.documents, return_counts=True)[1]) == sorted(
+    assert sorted(np.unique(measured.groups, return_counts=True)[1]) == sorted(
         int(one.generated[2:].sum()) for one in samples
     )
+
+
+def test_positions_of_siblings_are_of_one_group_whatever_piece_they_are_in() -> None:
+    groups = ["a", "b", "a", "", "b", "a"]
+    samples = [
+        dataclasses.replace(sample(100 + seed, seed), group=group)
+        for seed, group in enumerate(groups)
+    ]
+    heads = {HASH: toy_policy().policy_head()}
+    job = GateJob([rough_net(3)], samples, heads, GateConfig(draft_steps=1), 512)
+    while not job.done:
+        job.advance()
+    sizes = Counter[str]()
+    for one in samples:
+        sizes[one.siblings] += int(one.generated[2:].sum())
+    assert job.groups == len(sizes) == 3
+    counts = np.unique(job.measured().groups, return_counts=True)[1]
+    assert sorted(counts) == sorted(sizes.values())
 
 
 def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> None:

@@ -238,6 +238,28 @@ def test_siblings_are_all_fresh_or_none_is() -> None:
     assert {one.group for one in held} == set(groups[False])
 
 
+def test_fresh_samples_end_with_one_of_each_group_and_are_of_as_many_groups_as_are_asked_for() -> (
+    None
+):
+    held = buffer()
+    names = sessions(3, heldout=True, every=EVERY)
+    for seed, (group, version) in enumerate([(2, 0), (0, 1), (1, 1), (0, 1), (0, 1)]):
+        one = sample(10, seed, session=f"{seed}", version=version)
+        held.add(dataclasses.replace(one, group=names[group]))
+    known = [sample(10, 0).lm_head_hash]
+    assert [one.session for one in held.fresh(known)] == ["1", "3", "2", "4"]
+    assert [one.session for one in held.fresh(known, groups=3)] == ["1", "3", "0", "2", "4"]
+
+
+def test_of_too_many_fresh_samples_the_oldest_of_the_largest_group_is_trained_on() -> None:
+    held = buffer(fresh=4)
+    names = sessions(3, heldout=True, every=EVERY)
+    for seed, group in enumerate([0, 1, 1, 2, 1]):
+        one = sample(10, seed, session=f"{seed}")
+        held.add(dataclasses.replace(one, group=names[group]))
+    assert [one.session for one in held] == ["1"]
+
+
 def test_bytes_of_fresh_samples_count_and_go_last() -> None:
     size = sample(10, 0).nbytes
     held = buffer(byte_budget=3 * size)
