@@ -207,6 +207,8 @@ class PublishGate:
     # --- a round ----------------------------------------------------------------------------------
 
     def _fresh(self) -> list[FeatureSample]:
+        if self.frozen:  # looks are steps apart, and few groups of a step's are kept to judge by
+            return self._rows.newest(self._settings.samples)
         return self._rows.fresh(
             self._settings.min_positions, self._settings.min_groups, self._settings.samples
         )

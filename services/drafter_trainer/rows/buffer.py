@@ -223,6 +223,15 @@ class FeatureBuffer:
                 break
         return _in_turn(taken)
 
+    def newest(self, known_heads: Iterable[str]) -> list[FeatureSample]:
+        """All samples of the newest policy version that has some, whether they are to judge by or
+        to learn from, in the order of `fresh`: for who does not learn, all of them are fresh.
+        """
+        known = set(known_heads)
+        usable = [one for one in chain(self, self._fresh) if one.lm_head_hash in known]
+        version = max((one.policy_version for one in usable), default=0)
+        return _in_turn([one for one in usable if one.policy_version == version])
+
 
 def _in_turn(samples: Sequence[FeatureSample]) -> list[FeatureSample]:
     """The newest of each group last, before them the newest but one of each, and so on."""

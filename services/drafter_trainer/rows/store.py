@@ -106,6 +106,11 @@ class RowStore:
         with self._changed:
             return self._buffer.fresh(self.heads.hashes, at_least, groups)[-most:]
 
+    def newest(self, most: int) -> list[FeatureSample]:
+        """See FeatureBuffer.newest; the last so many."""
+        with self._changed:
+            return self._buffer.newest(self.heads.hashes)[-most:]
+
     def release(self, samples: Sequence[FeatureSample]) -> None:
         """See FeatureBuffer.release."""
         with self._changed:

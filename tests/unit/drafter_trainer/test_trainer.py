@@ -441,7 +441,7 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: 
     assert not trainer.judged("reopened")
     moved = toy_policy().policy_head("cd" * 8, 2)
     trainer.rows.add_head(dataclasses.replace(moved, embed_tokens=moved.embed_tokens.roll(1, 0)))
-    trainer.feed(fresh_rows(version=2, head="cd" * 8))
+    trainer.feed(trained_rows(version=2, head="cd" * 8))  # while it rests these are fresh, too
     assert trainer.run(7, max_steps=1, drafter=2).reason == "max_steps"
     (reopened,) = trainer.judged("reopened")
     assert (reopened.policy_version, reopened.drafter_version) == (2, 2)

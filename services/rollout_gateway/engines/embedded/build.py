@@ -68,7 +68,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             Scheduler(spec.max_batch, spec.prefill_tokens),
             store,
             PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store, spec.prefix_tokens),
-            Capture(rows, spec.features_dtype, rejected=spec.rejected_rows),
+            Capture(rows, store, spec.features_dtype, rejected=spec.rejected_rows),
             admission,
             Grammars(config, model_dir),
             square_product_tflops(policy.head.device, policy.head.dtype),
@@ -124,7 +124,6 @@ def _store(
     *,
     captured: bool,
 ) -> SlotStore:
-    # A captured prompt that is reused takes its rows from kept states.
-    keep_hidden = speculation.drafters.needs_hidden or (captured and spec.prefix_slots > 0)
+    keep_hidden = speculation.drafters.needs_hidden or captured  # rows are taken from there
     slots = spec.max_batch + spec.prefix_slots
     return SlotStore(policy, slots, capacity, keep_hidden=keep_hidden, inner=inner)

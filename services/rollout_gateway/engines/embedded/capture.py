@@ -1,6 +1,7 @@
-"""Hidden rows of verified tokens to the sink, one vectorised call per forward.
+"""Hidden rows of cached tokens to the sink, those of several rounds at once, from the states that
+slots keep.
 
-Owns their dtype and their stamps.
+Owns their dtype and their stamps, and how many rows of a request wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from paceline.models.loading import DTYPES
 from paceline.services.rollout_gateway.engines.base import RowSink
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+
+WAITING = 64
+"""Rows of a request that are written together: a round's few cost as many calls. With a full batch
+they fill the sink's ring at once at most.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +40,19 @@ class CapturedRows:
     """[R, W]"""
 
 
-def sequence_rows(
-    counts: Sequence[int], positions: Tensor, token_ids: Tensor, hidden: Tensor
-) -> CapturedRows:
-    """Of rows b of tokens [B, Q] and states [B, Q, W] the first counts[b], on the host."""
-    chosen = torch.arange(positions.shape[1]) < torch.tensor(counts)[:, None]
-    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    columns = (column.cpu()[chosen] for column in (positions, token_ids, hidden))
-    return CapturedRows(owners, torch.zeros_like(owners), *columns)
-
-
 class Capture:
     """Writes rows; those that find no room are dropped by the sink and counted here."""
 
     def __init__(
-        self, sink: RowSink | None, features_dtype: str, *, rejected: bool = False
+        self,
+        sink: RowSink | None,
+        store: SlotStore,
+        features_dtype: str,
+        *,
+        rejected: bool = False,
     ) -> None:
         self._sink = sink
+        self._store = store
         self._dtype = DTYPES[features_dtype]
         self.takes_rejected = rejected and sink is not None
         self.rows_dropped = 0
@@ -60,27 +63,48 @@ class Capture:
         """True when there is somewhere to write."""
         return self._sink is not None
 
-    def wanted(self, sequences: Sequence[RunningSequence], counts: Sequence[int]) -> list[int]:
-        """Of each request's `counts` rows those that are written: all or none."""
-        return [
-            count if self.possible and one.request.capture else 0
-            for one, count in zip(sequences, counts, strict=True)
-        ]
-
-    def write(
-        self, sequences: Sequence[RunningSequence], version: int, *parts: CapturedRows
+    def take(
+        self,
+        slots: Sequence[int],
+        sequences: Sequence[RunningSequence],
+        version: int,
+        *rejected: CapturedRows,
+        least: int = WAITING,
     ) -> None:
-        """Rows of sequences, then those of rejected drafts."""
+        """Of each captured sequence the rows that wait, `least` or more: its cached tokens that
+        have not left. Then those of rejected drafts, which hang under rows of the same call.
+        """
         if self._sink is None:
             return
+        parts = list[CapturedRows]()
+        for owner, (slot, one) in enumerate(zip(slots, sequences, strict=True)):
+            if one.request.capture and one.cached - one.captured >= least:
+                parts.append(self._waiting(owner, slot, one))
+                one.captured = one.cached
+        if parts:
+            ids = [one.request.request_id for one in sequences]
+            self._write(ids, version, *parts, *rejected)
+
+    def _waiting(self, owner: int, slot: int, sequence: RunningSequence) -> CapturedRows:
+        stretch = slice(sequence.captured, sequence.cached)
+        positions = torch.arange(stretch.start, stretch.stop)
+        return CapturedRows(
+            torch.full_like(positions, owner),
+            torch.zeros_like(positions),
+            positions,
+            self._store.token_ids[slot, stretch],
+            self._store.hidden[slot, stretch],
+        )
+
+    def _write(self, request_ids: Sequence[int], version: int, *parts: CapturedRows) -> None:
+        assert self._sink is not None
         owners, parents, positions, token_ids = (
-            torch.cat([getattr(part, name).cpu() for part in parts]).numpy()
+            torch.cat([getattr(part, name) for part in parts]).cpu().numpy()
             for name in ("owners", "parents", "positions", "token_ids")
         )
-        states = torch.cat([part.hidden.cpu().to(self._dtype) for part in parts])
-        ids = np.array([one.request.request_id for one in sequences], dtype=np.uint64)
+        states = torch.cat([part.hidden for part in parts]).to(self._dtype).cpu()
         written = self._sink.write(
-            ids[owners],
+            np.array(request_ids, dtype=np.uint64)[owners],
             positions.astype(np.uint32),
             token_ids.astype(np.uint32),
             version,

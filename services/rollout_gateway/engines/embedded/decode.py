@@ -21,7 +21,6 @@ from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.services.rollout_gateway.engines.embedded.capture import (
     Capture,
     CapturedRows,
-    sequence_rows,
 )
 from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -224,8 +223,8 @@ class Decoder:
         return origins
 
     def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
-        """Tokens, states and cache of the accepted path, as if they had come one by one; rows to
-        the capture.
+        """Tokens, states and cache of the accepted path, as if they had come one by one; rejected
+        drafts to the capture, with the rows that they hang under.
         """
         store, nodes, path, length = self._store, one.nodes, verdict.path, verdict.tokens.shape[1]
         cells = store.cells(one.slots, one.roots, length)
@@ -236,27 +235,24 @@ class Decoder:
         store.keep_tokens(cells, verdict.tokens)
         if path is not None:
             store.keep_path(one.slots, one.roots, path)
-        if any(wanted := self._capture.wanted(one.rows, taken)):
-            positions = one.roots[:, None] + torch.arange(length, device=one.roots.device)
-            inputs = nodes.tokens if path is None else nodes.tokens.gather(1, path)
-            accepted = sequence_rows(wanted, positions, inputs, states.view(*along.shape, -1))
-            rejected = self._rejected_rows(one, verdict, wanted)
-            self._capture.write(one.rows, self._weights.versions.policy, accepted, *rejected)
+        if self._capture.takes_rejected and nodes.width > 1:
+            rejected = self._rejected_rows(one, verdict, taken)
+            version = self._weights.versions.policy
+            self._capture.take(one.slots.tolist(), one.rows, version, rejected, least=1)
 
-    def _rejected_rows(
-        self, one: Round, verdict: Verdict, wanted: Sequence[int]
-    ) -> list[CapturedRows]:
-        """Rows of rejected drafts, where they are asked for and something was drafted."""
+    def _rejected_rows(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> CapturedRows:
         nodes = one.nodes
-        if not self._capture.takes_rejected or nodes.width == 1:
-            return []
+        wanted = [
+            count if sequence.request.capture else 0
+            for sequence, count in zip(one.rows, taken, strict=True)
+        ]
         drafts = rejected_drafts(nodes, verdict, torch.tensor(wanted, device=one.roots.device))
         self._capture.rejected_left_out += drafts.left_out
         at = (drafts.rows, drafts.nodes)
         states = one.hidden[one.place(drafts.rows * nodes.width + drafts.nodes)]
-        return [
-            CapturedRows(drafts.rows, drafts.parents, one.positions[at], nodes.tokens[at], states)
-        ]
+        return CapturedRows(
+            drafts.rows, drafts.parents, one.positions[at], nodes.tokens[at], states
+        )
 
 
 def _along(one: Round, verdict: Verdict) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from paceline.services.rollout_gateway.bandits.evidence import Evidence
-from paceline.services.rollout_gateway.engines.embedded.capture import Capture
+from paceline.services.rollout_gateway.engines.embedded.capture import WAITING, Capture
 from paceline.services.rollout_gateway.engines.embedded.decode import Decoder
 from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -72,7 +72,7 @@ class EmbeddedEngine:
         self._store = store
         self._prefixes = prefixes
         self._capture = capture
-        self._prefill = Prefill(scheduler, prefixes, store, weights, capture)
+        self._prefill = Prefill(scheduler, prefixes, store, weights)
         self._grammars = grammars
         self._stopwatch, self._busy = compute_stopwatch(), Stopwatch()
         self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
@@ -124,11 +124,16 @@ class EmbeddedEngine:
                 slots, [self._scheduler.running[slot] for slot in slots], draining=draining
             )
 
+        self._take_rows()
         ended = [sequence for sequence in rows if sequence.finish is not None]
         news = [s.chunk() for s in rows if s.request.stream or s.finish is not None]
         self._release(ended)
         self._busy.lap("step")
         return news
+
+    def _take_rows(self, least: int = WAITING) -> None:
+        running = self._scheduler.running
+        self._capture.take(range(len(running)), running, self.versions.policy, least=least)
 
     def _release(self, ended: Sequence[RunningSequence]) -> None:
         if not ended:
@@ -139,7 +144,8 @@ class EmbeddedEngine:
             if sequence.finish is not None
         ]
         rows = [self._scheduler.running[slot] for slot in slots]
-        self._speculation.ended(slots, rows, self._store, self._weights.versions.policy)
+        self._capture.take(slots, rows, self.versions.policy, least=1)
+        self._speculation.ended(slots, rows, self._store, self.versions.policy)
         self._decoder.changed(ended)
         self._ended = sum((sequence.speculation for sequence in ended), self._ended)
         for slot, sequence in zip(slots, rows, strict=True):
@@ -214,6 +220,8 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         """See Engine.commit_weights; the mode concerns a change of the policy only."""
+        if versions.policy != self.versions.policy:  # what waits is of the one before
+            self._take_rows(least=1)
         if not self._weights.commit(versions):
             return []
         self._prefixes.forget()

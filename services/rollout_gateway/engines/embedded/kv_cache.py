@@ -3,8 +3,8 @@ hidden states.
 
 Owns memory only; which request sits in which slot is the scheduler's, and what the slots behind the
 running ones keep the prefix cache's. Peak: (max_batch + prefix_slots) * capacity * (layers *
-kv_width * item + 8 + W * item) bytes, the last term only where a speculator or the capture of
-reused prompts reads hidden states. W = (inner + 1) * H.
+kv_width * item + 8 + W * item) bytes, the last term only where a speculator or the capture reads
+hidden states. W = (inner + 1) * H.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import forward_hidden, head_logits, make_block
-from paceline.services.rollout_gateway.engines.embedded.capture import Capture, sequence_rows
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
@@ -56,13 +55,11 @@ class Prefill:
         prefixes: PrefixCache,
         store: SlotStore,
         weights: EngineWeights,
-        capture: Capture,
     ) -> None:
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._store = store
         self._weights = weights
-        self._capture = capture
 
     def run(self) -> None:
         """Caches the next piece of prompts that lack some, oldest first."""
@@ -74,27 +71,24 @@ class Prefill:
         slots, counts = [slot for slot, _ in plan], [count for _, count in plan]
         rows = [self._scheduler.running[slot] for slot in slots]
         leaders, leader_of_row = leaders_of(rows, counts, apart=self._prefixes.closed)
-        positions, token_ids, hidden = self._forward(
+        hidden = self._forward(
             [slots[row] for row in leaders],
             [rows[row] for row in leaders],
             [counts[row] for row in leaders],
         )
         if len(leaders) < len(rows):
             self._copy(slots, counts, leaders, leader_of_row, rows)
-            positions, token_ids, hidden = (
-                part[leader_of_row] for part in (positions, token_ids, hidden)
-            )
+            hidden = hidden[leader_of_row]
 
         head = partial(head_logits, self._weights.policy)
         for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
             if sequence.scoring:
                 score_prompt(head, sequence, sequence.cached, hidden[row, :count])
             sequence.cached += count
-        self._write(rows, counts, positions, token_ids, hidden)
 
     def _reuse(self) -> None:
-        """Sequences of which nothing is cached begin with a copy; rows of its tokens are captured
-        from kept states. One whose prompt is scored computes it.
+        """Sequences of which nothing is cached begin with a copy; one whose prompt is scored
+        computes it.
         """
         running = self._scheduler.running
         fresh = [
@@ -106,26 +100,12 @@ class Prefill:
             return
         self._prefixes.offer(running)
         for slot in fresh:
-            count = self._prefixes.reuse(slot, running[slot])
-            if count:
-                kept = (self._store.token_ids, self._store.hidden)
-                columns = (column[slot, None, :count] for column in kept)
-                self._write([running[slot]], [count], torch.arange(count)[None], *columns)
-
-    def _write(
-        self, rows: Sequence[RunningSequence], counts: Sequence[int], *columns: Tensor
-    ) -> None:
-        """Rows of the prompts that are captured; columns: see sequence_rows."""
-        if any(wanted := self._capture.wanted(rows, counts)):
-            written = sequence_rows(wanted, *columns)
-            self._capture.write(rows, self._weights.versions.policy, written)
+            self._prefixes.reuse(slot, running[slot])
 
     def _forward(
         self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """positions, token ids [B, T] and hidden [B, T, W]; padding repeats a row's last token with
-        the same result.
-        """
+    ) -> Tensor:
+        """Hidden [B, T, W]; padding repeats a row's last token with the same result."""
         device, policy = self._store.token_ids.device, self._weights.policy
         starts = torch.tensor([sequence.cached for sequence in rows])
         steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)
@@ -137,7 +117,7 @@ class Prefill:
         )
         hidden = forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
         self._store.keep_hidden(block.index, hidden)
-        return positions, token_ids, hidden.view(*token_ids.shape, -1)
+        return hidden.view(*token_ids.shape, -1)
 
     def _copy(
         self,

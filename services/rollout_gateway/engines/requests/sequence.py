@@ -69,6 +69,7 @@ class RunningSequence:
     length: int = 0  # known tokens: prompt and response
     # tokens whose keys, values and state are in the slot; decoding needs length - 1
     cached: int = 0
+    captured: int = 0  # of these, tokens whose hidden rows have left
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -182,7 +183,7 @@ class RunningSequence:
 
     def retract(self) -> None:
         """Forget what was cached: everything is prefilled again."""
-        self.cached = self.copied = 0
+        self.cached = self.captured = self.copied = 0
         self.stale = False
         if self.prompt_scores is not None:
             self.prompt_scores.clear()

@@ -124,13 +124,16 @@ class RowRing:
 
         written = self.rows_written
         kept = min(len(request_ids), self.capacity - (written - int(self._header[_READ])))
-        slots = (written + np.arange(kept)) % self.capacity
-        self._rows["request_id"][slots] = request_ids[:kept]
-        self._rows["policy_version"][slots] = policy_version
-        self._rows["position"][slots] = positions[:kept]
-        self._rows["token_id"][slots] = token_ids[:kept]
-        self._rows["parent"][slots] = 0 if parents is None else parents[:kept]
-        self._rows["hidden"][slots] = hidden[:kept]
+        begun = 0
+        for slots in self._stretches(written, kept):
+            rows, part = self._rows[slots], slice(begun, begun + slots.stop - slots.start)
+            rows["request_id"] = request_ids[part]
+            rows["policy_version"] = policy_version
+            rows["position"] = positions[part]
+            rows["token_id"] = token_ids[part]
+            rows["parent"] = 0 if parents is None else parents[part]
+            rows["hidden"] = hidden[part]
+            begun = part.stop
         self._header[_DROPPED] += np.uint64(len(request_ids) - kept)
         self._header[_WRITTEN] = written + kept
         return kept
@@ -146,9 +149,18 @@ class RowRing:
                 seen=rows_written,
                 allowed=self.rows_written,
             )
-        rows = self._rows[(start + np.arange(max(rows_written - start, 0))) % self.capacity]
+        stretches = self._stretches(start, max(rows_written - start, 0))
+        rows = np.concatenate([self._rows[slots] for slots in stretches])
         self._header[_READ] = start + len(rows)
         return rows
+
+    def _stretches(self, start: int, count: int) -> list[slice]:
+        """Where rows start .. start + count - 1 lie: in one stretch, or to the end and on from the
+        beginning.
+        """
+        first = start % self.capacity
+        end = min(first + count, self.capacity)
+        return [slice(first, end), slice(0, count - (end - first))]
 
     def seal(self) -> None:
         """Nobody attaches any more; mapped memory lives until both sides end."""

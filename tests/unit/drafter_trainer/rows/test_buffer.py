@@ -251,6 +251,20 @@ def test_fresh_samples_end_with_one_of_each_group_and_are_of_as_many_groups_as_a
     assert [one.session for one in held.fresh(known, groups=3)] == ["1", "3", "0", "2", "4"]
 
 
+def test_the_newest_versions_samples_are_those_on_either_side() -> None:
+    held = buffer()
+    (fresh,), (trained,) = (sessions(1, heldout=side, every=EVERY) for side in (True, False))
+    for seed, (group, version) in enumerate(
+        [(fresh, 0), (trained, 0), (trained, 1), (fresh, 1), (trained, 1)]
+    ):
+        one = sample(10, seed, session=f"{seed}", version=version, head=f"{version:016x}")
+        held.add(dataclasses.replace(one, group=group))
+    heads = [f"{version:016x}" for version in range(2)]
+    assert [one.session for one in held.newest(heads)] == ["2", "4", "3"]
+    assert [one.session for one in held.newest(heads[:1])] == ["1", "0"]
+    assert held.newest([]) == []
+
+
 def test_of_too_many_fresh_samples_the_oldest_of_the_largest_group_is_trained_on() -> None:
     held = buffer(fresh=4)
     names = sessions(3, heldout=True, every=EVERY)

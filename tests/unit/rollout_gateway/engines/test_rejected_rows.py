@@ -124,7 +124,7 @@ def test_rejected_rows_are_the_states_transformers_gives_after_the_draft(
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_rows_of_the_sequence_are_the_same_bytes_in_the_same_order(
+def test_rows_of_a_sequence_are_the_same_bytes_in_the_same_order(
     arm: str, model: tuple[Path, PreTrainedModel]
 ) -> None:
     ring = ring_of()
@@ -134,7 +134,11 @@ def test_rows_of_the_sequence_are_the_same_bytes_in_the_same_order(
     rows, said_again = run(build(model[0], ring, arm), requests(), ring)
     assert said_again == said
     assert rows["parent"].any()
-    assert rows[rows["parent"] == 0].tobytes() == without.tobytes()
+    own = rows[rows["parent"] == 0]
+    by_request, before = (
+        one[np.argsort(one["request_id"], kind="stable")] for one in (own, without)
+    )
+    assert by_request.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("arm", ARMS)
