@@ -23,6 +23,7 @@ from paceline.services.drafter_trainer.messages import RoundCosts
 
 Floats = npt.NDArray[np.float64]
 RESAMPLES = 200  # of the bootstrap: they know the standard deviation to 5 %
+ONE_SIDED, TWO_SIDED = 1.645, 1.96  # standard errors: 95 %
 EARLY = 1.5  # noises that a difference has to have to be decided before all positions are measured
 
 
@@ -67,10 +68,11 @@ class Judgement:
 
     @property
     def better(self) -> bool:
-        """Faster by more than the noise. One that is slower than an arm that is not trained makes
-        nothing faster.
+        """Faster, at 95 %. One that is slower than an arm that is not trained makes nothing
+        faster.
         """
-        return self.candidate_speedup - self.serving_speedup > self.speedup_noise
+        difference = self.candidate_speedup - self.serving_speedup
+        return difference > ONE_SIDED / TWO_SIDED * self.speedup_noise
 
     @property
     def decided(self) -> bool:
@@ -155,7 +157,9 @@ def _speed(survival: Floats, size_group: SizeGroup) -> Floats:
 def _half_width(means: Floats, count: int) -> float:
     # One group says nothing about how groups differ, and few say too little: a bootstrap has their
     # spread around their own mean.
-    return 1.96 * float(means.std()) * math.sqrt(count / (count - 1)) if count > 1 else math.inf
+    return (
+        TWO_SIDED * float(means.std()) * math.sqrt(count / (count - 1)) if count > 1 else math.inf
+    )
 
 
 class MeasuredCosts:

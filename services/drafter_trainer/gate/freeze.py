@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from paceline.services.drafter_trainer.gate.comparison import Judgement
+from paceline.services.drafter_trainer.gate.comparison import (
+    ONE_SIDED,
+    TWO_SIDED,
+    Judgement,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,6 @@ class Baseline:
 REMEMBERED = 20
 """Judgements at most; a drafter that learns has left older ones behind."""
 LOOKS = 2
-ONE_SIDED = 1.645  # standard errors: 95 %
 
 
 class _Seen(NamedTuple):
@@ -113,6 +116,6 @@ class Freeze:
 
 def _bound(gains: Sequence[float], noises: Sequence[float]) -> float:
     """How much their mean may lie below what it stands for, at 95 %."""
-    measured = math.hypot(*noises) / 1.96
+    measured = math.hypot(*noises) / TWO_SIDED
     differ = statistics.stdev(gains) * math.sqrt(len(gains)) if len(gains) > 1 else 0.0
     return ONE_SIDED * max(measured, differ) / len(gains)

@@ -74,7 +74,7 @@ def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
             candidate = serving + draw.integers(-1, 2, 300) + (draw.random(300) < better)
             verdict = judge(chain(candidate), chain(serving), np.arange(300) // 10)
             promoted[better] += verdict.better
-    assert promoted[0.0] <= 14  # 2.5 % on this side of the interval: 5 expected
+    assert promoted[0.0] <= 20  # 5 %: 10 expected
     assert promoted[0.4] >= 190
 
 
