@@ -177,10 +177,11 @@ def _shift(out: Path, steps: int) -> DemoWorkload:
 
 
 def _memorised(out: Path, steps: int) -> DemoWorkload:
-    """As many tasks as a step has, the same in every step."""
+    """As many tasks as a step has, the same in every step, answered nearly alike each time."""
     tasks = read_tasks(demo_runs.two_digits().parent / "tasks_train.jsonl")[:_MEMORISED_TASKS]
     write_tasks(out / "tasks.jsonl", tasks)
-    return _two_digits(out, steps, f"coordinator.tasks_path={out / 'tasks.jsonl'}")
+    tasks_path = f"coordinator.tasks_path={out / 'tasks.jsonl'}"
+    return _two_digits(out, steps, tasks_path, "coordinator.sampling.temperature=0.5")
 
 
 WORKLOADS = {
