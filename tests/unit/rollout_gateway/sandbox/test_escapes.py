@@ -174,8 +174,6 @@ async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox
 
 
 async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, mark: str) -> None:
-    quick = Sandbox(any_kind.config.model_copy(update={"wall_s": 0.7}))
-    await quick.layers()
     code = f"""
         import subprocess, sys, time
         print("begun", flush=True)
@@ -183,9 +181,15 @@ async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, ma
             subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)", "{mark}"])
         time.sleep(99)
     """
-    result = await quick.run(textwrap.dedent(code))
-    assert (result.reason, result.stdout) == ("timeout", "begun\n")
-    assert 0.7 <= result.wall_s < 5
+    for wall_s in (0.7, 7.0, 70.0):  # on a busy machine it may be stopped before it has begun
+        quick = Sandbox(any_kind.config.model_copy(update={"wall_s": wall_s}))
+        await quick.layers()
+        result = await quick.run(textwrap.dedent(code))
+        assert result.reason == "timeout"
+        assert wall_s <= result.wall_s < wall_s + patient(20)
+        if result.stdout:
+            break
+    assert result.stdout == "begun\n"
 
 
 async def test_ten_gigabytes_are_too_many(any_kind: Sandbox) -> None:
@@ -340,7 +344,7 @@ async def test_a_daemon_does_not_survive_its_program(any_kind: Sandbox, mark: st
     """
     result = await any_kind.run(textwrap.dedent(code))
     assert (result.reason, result.stdout) == ("exit", "daemon begun\n")
-    assert result.wall_s < 10
+    assert result.wall_s < patient(20)
 
 
 async def test_the_parent_cannot_be_signalled(any_kind: Sandbox) -> None:
