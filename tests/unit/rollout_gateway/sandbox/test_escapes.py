@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
 
 LIMITS = SandboxConfig(
-    wall_s=15,
+    wall_s=60,
     cpu_s=4,
     memory_bytes=256 << 20,
     file_bytes=1 << 20,
