@@ -167,7 +167,8 @@ async def test_the_order_of_a_set_is_the_same_in_every_run(any_kind: Sandbox) ->
 
 
 async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox) -> None:
-    quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1}))
+    # A second of CPU time may take minutes on a busy machine.
+    quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1, "wall_s": 600}))
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     ends = await asyncio.gather(*(quick.run(code) for code in ("while True: pass", stubborn)))
     assert [end.reason for end in ends] == ["cpu", "cpu"]
