@@ -207,5 +207,5 @@ async def test_a_program_holds_nobody_up_and_leaves_nothing(kind: str) -> None:
     result = await attacked(kind, code, output_bytes=4096)
     assert (result.reason, result.exit_code) == ("exit", os.getpid() % 7)
     assert len(result.stdout) <= 4096
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < patient(20)
     assert {one.pid for one in psutil.Process().children(recursive=True)} <= before

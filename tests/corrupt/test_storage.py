@@ -49,12 +49,12 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
     process = demo(
         tmp_path,
         "--steps",
-        "4",
+        "6",  # both trainers are back before the last
         *SMALL,
         "policy_trainer.checkpoint_interval_steps=1",
         "drafter_trainer.checkpoint_interval_s=0.1",
     )
-    lines = wait_for(process, "step 3/4")
+    lines = wait_for(process, "step 3/6")
     checkpoints = tmp_path / "demo-0-1" / "checkpoints"
     kill(pid_of(lines, "policy_trainer"))
     policy = newest(checkpoints / "policy", "step-")
@@ -69,7 +69,7 @@ def test_damaged_checkpoints_of_both_trainers_are_left_out(tmp_path: Path) -> No
         (line,) = [one for one in output.splitlines() if damaged in one and "impaired" in one]
         assert "is damaged" in line
     summary = json.loads((tmp_path / "demo-0-1" / "summary.json").read_text())
-    assert (summary["steps"], summary["policy_versions"]) == (4, 5)
+    assert (summary["steps"], summary["policy_versions"]) == (6, 7)
     assert summary["trajectories_lost"] == 0
 
 

@@ -365,7 +365,7 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
     changes = [(first, holder, epoch) for e in entries for first, _, holder, epoch in e["slots"]]
     leased = next(epoch for _, holder, epoch in changes if holder == "drafter")
     assert all(epoch > leased for _, _, _, epoch in entries[at]["slots"])
-    assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < 1.5
+    assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < patient(10)
 
 
 async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
@@ -388,7 +388,7 @@ async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
         < names.index("Preempted")
         < names.index("TasksFinished")
     )
-    assert 0.15 < check_slots(entries) < 2.0
+    assert 0.15 < check_slots(entries) < patient(10)
 
 
 async def test_a_failed_run_says_why_and_resumes(redis_url: str, tmp_path: Path) -> None:

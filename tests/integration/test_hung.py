@@ -23,7 +23,8 @@ from paceline.local.services import service
 from paceline.local.supervisor import Supervisor, launch_of
 from paceline.streams import connect
 
-HUNG_S = 1.5
+HUNG_S = 3.0
+"""A busy machine may let a service stand for two."""
 
 
 async def test_a_service_whose_loop_stands_is_replaced_though_it_answers_beats(
@@ -36,8 +37,8 @@ async def test_a_service_whose_loop_stands_is_replaced_though_it_answers_beats(
     ) as supervisor:
         await supervisor.start(patient(30.0))
         before = supervisor.pids
-        os.kill(before["one"], signal.SIGUSR2)
         began = time.monotonic()
+        os.kill(before["one"], signal.SIGUSR2)
         await events.until(lambda heard: "died" in heard.kinds("one"))
         assert time.monotonic() - began >= HUNG_S * 5 / 6
         (died,) = [event for event in events if event.kind == "died"]
@@ -78,7 +79,7 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
     )
     events = Events()
     async with Supervisor(
-        [launch], tmp_path, on_event=events.hear, policy=QUICK, heartbeat_s=0.6, hung_s=2.0
+        [launch], tmp_path, on_event=events.hear, policy=QUICK, heartbeat_s=0.6, hung_s=4.0
     ) as supervisor:
         await supervisor.start(patient(30.0))
         client: Redis = connect(config.redis.durable_url)
@@ -91,7 +92,7 @@ async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
         if how == "hung":
             endless.cancel()
         (died,) = [event for event in events if event.kind == "died"]
-        said = {"stopped": f", stopped: process {died.pid}", "hung": ", hung: no answer for 2 s"}
+        said = {"stopped": f", stopped: process {died.pid}", "hung": ", hung: no answer for 4 s"}
         assert died.detail.startswith(f"was killed by SIGKILL{said[how]}"), died
         await events.until(lambda heard: heard.kinds("redis").count("healthy") == 2)
         assert await client.get("kept") == b"1"
@@ -148,5 +149,7 @@ async def test_a_redis_that_others_run_is_said_to_be_away_and_back_and_lives(
             await asyncio.sleep(patient(1.5))
             server.resume()
             await events.until(lambda heard: "recovered" in heard.kinds("redis"))
-            assert events.kinds("redis") == ["healthy", "impaired", "recovered"]
+            # A busy machine may keep it from answering at other times too.
+            told = events.kinds("redis")
+            assert told == ["healthy", *["impaired", "recovered"] * (len(told) // 2)]
             assert server.is_running()

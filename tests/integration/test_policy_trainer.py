@@ -226,10 +226,9 @@ async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
         await world.step(step, step)
         await world.commit(step + 1)
     third = world.weights(3)
-    for _ in range(200):  # it is written while the third step runs
-        if (await world.status()).checkpoint_version == 2:
-            break
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(patient(60)):  # it is written while the third step runs
+        while (await world.status()).checkpoint_version != 2:
+            pass
     await world.stop(signal.SIGKILL)
 
     await world.start()

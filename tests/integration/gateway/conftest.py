@@ -138,6 +138,29 @@ def script(model_dir: Path) -> dict[str, Any]:
     return sums(model_dir)
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The ends of the scripted engine's requests wait until they may come: what a test does while
+    a request runs, it may do as slowly as the machine lets it.
+    """
+
+    path: Path
+
+    def come(self) -> None:
+        self.path.touch()
+
+    def wait(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def ends(script: dict[str, Any], model_dir: Path) -> Ends:
+    """They wait from the start of the test."""
+    found = Ends(model_dir.parent / "ends")
+    script["ends_with"] = str(found.path)
+    return found
+
+
 @pytest.fixture
 def serve_gateway(model_dir: Path, script: dict[str, Any]) -> ServeGateway:
     """`async with serve_gateway(**config keys) as served`."""

@@ -22,6 +22,7 @@ from integration.gateway.commands import (
     worker_versions,
     workers,
 )
+from integration.gateway.conftest import Ends
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
@@ -60,15 +61,18 @@ async def both_busy(served: Any) -> list[asyncio.Task[tuple[list[int], set[int]]
 
 
 async def test_a_policy_without_finite_log_probs_is_refused_and_serves_nobody(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= {**PACED, "nan_policies": [1]}
     async with serve_gateway(**TWO) as served:
+        ends.come()
         undisturbed = [(await tokens(served, seed, 150))[0] for seed in (1, 2)]
         await push(served, POLICY, 1)
+        ends.wait()
         running = await both_busy(served)
         with pytest.raises(WeightsError, match=r"canary, refused set 1 .*finite log-probs.*DATA"):
             await commit(served, VersionSet(1, 1, 0))
+        ends.come()
         for answer, before in zip(await asyncio.gather(*running), undisturbed, strict=True):
             assert answer == (before, {0})
         with pytest.raises(WeightsError, match="finite log-probs"):  # by the only one left, perhaps
@@ -111,7 +115,7 @@ async def test_finite_weights_whose_log_probs_are_none_are_refused_and_whole_one
 
 
 async def test_requests_on_the_canary_go_on_under_a_set_that_passes(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= PACED
     async with serve_gateway(**TWO) as served:
@@ -119,6 +123,7 @@ async def test_requests_on_the_canary_go_on_under_a_set_that_passes(
         running = await both_busy(served)
         pids = {worker.pid for worker in await workers(served)}
         await commit(served, VersionSet(1, 1, 0))
+        ends.come()
         for drawn, versions in await asyncio.gather(*running):
             assert (len(drawn), versions) == (150, {0, 1})
         assert {worker.pid for worker in await workers(served)} == pids

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import redis.asyncio
+from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import (
     SLOW,
     Agent,
@@ -258,7 +259,7 @@ async def test_a_claimer_that_goes_away_takes_no_task(serve_gateway: Any) -> Non
 
 
 async def test_the_next_caller_joins_the_claimed_sessions_of_one_that_left(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= SLOW
     async with serve_gateway(**ONE) as served:
@@ -268,6 +269,7 @@ async def test_the_next_caller_joins_the_claimed_sessions_of_one_that_left(
         working = asyncio.create_task(agent.chat([user("1+1=")], max_tokens=60, ignore_eos=True))
         await until_running(served, 1)
         call.cancel()
+        ends.come()
         await working
         await solve(other, 0.5)
         async with task_run(served, request) as told:
@@ -280,7 +282,7 @@ async def test_the_next_caller_joins_the_claimed_sessions_of_one_that_left(
 
 
 async def test_the_gateway_says_whom_its_work_waits_for(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     async def asked() -> tuple[Part, Part]:
         gateway, worker = (await ask_progress(served.channel, patient(5))).parts
@@ -305,6 +307,7 @@ async def test_the_gateway_says_whom_its_work_waits_for(
                 1,
             )
             assert gateway.still_s <= worker.still_s < gateway.doing_s
+            ends.come()
             await work
             await agent.act("complete", {"reward": 1.0})
             await solve(await claim(served))

@@ -246,7 +246,7 @@ async def test_tasks_of_a_run_are_claimed_led_and_counted(
 
         running = asyncio.create_task(run())
         prompts = []
-        async for session in connect(served).tasks(timeout_s=3):
+        async for session in connect(served).tasks(timeout_s=30):
             async with session:
                 prompts.append(session.task.prompt)
                 await session.generate(session.task.prompt, max_tokens=64)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from counted import counted
+from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, until_running
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -172,7 +173,7 @@ async def test_a_group_is_told_of_as_it_closes_before_the_others_have_ended(
 
 
 async def test_calls_of_several_steps_run_at_once_and_each_speaks_of_its_own_alone(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= SLOW
     async with serve_gateway(engine={"workers": 2}) as served:
@@ -184,6 +185,7 @@ async def test_calls_of_several_steps_run_at_once_and_each_speaks_of_its_own_alo
                 task.group_id = f"s{request.context.step}.{task.task_id}"
         calls = asyncio.gather(*(run_tasks(served.stub, request) for request in requests))
         await until_running(served, 22)  # (5 + 6) samples of two tasks: all of both steps
+        ends.come()
         told = await calls
     for request, news in zip(requests, told, strict=True):
         size, groups = request.samples_per_task, [task.group_id for task in request.tasks]
@@ -244,7 +246,7 @@ async def test_a_command_of_an_old_lease_is_refused(serve_gateway: Any) -> None:
 
 
 async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= {
         "real_time": True,
@@ -258,11 +260,13 @@ async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens
         request = rpb.GenerateRequest(
             token_ids=prompt, sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=5)
         )
+        ends.come()
         whole = [
             token
             for piece in await generated(served.stub, request)
             for token in piece.chunk.token_ids
         ]
+        ends.wait()
 
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         pids = [worker.pid for worker in status.workers]
@@ -271,6 +275,7 @@ async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens
             if not tokens:
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
+                ends.come()
             tokens += piece.chunk.token_ids
             if piece.chunk.finish_reason:
                 assert piece.chunk.finish_reason == tpb.FINISH_REASON_STOP

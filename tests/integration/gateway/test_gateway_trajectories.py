@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import redis.asyncio
+from integration.gateway.conftest import Ends
 
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.testing.scripted.script import (
@@ -148,6 +149,7 @@ async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
     redis_url: str,
     redis_client: redis.asyncio.Redis,
     run_id: str,
+    ends: Ends,
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
@@ -158,6 +160,7 @@ async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
             ):
                 pass
         left.cancel()
+        ends.come()
         assert len(await run_tasks(served)) == 4
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         once = 2 * (len("1+1=2 #2") + 1) + 2 * (len("2+2=5 #5") + 1)

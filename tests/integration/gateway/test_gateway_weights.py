@@ -21,6 +21,7 @@ from integration.gateway.commands import (
     worker_versions,
     workers,
 )
+from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import loads
 
 from paceline.errors import InvalidInput, StaleEpoch, WeightsError
@@ -33,7 +34,7 @@ from paceline.weights import abort_version
 
 
 async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(engine={"workers": 2}) as served:
@@ -45,6 +46,7 @@ async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
         ).__aiter__()
         first = await anext(call)
         await commit(served, VersionSet(1, 1, 0))
+        ends.come()
         chunks = [first.chunk] + [piece.chunk async for piece in call]
         versions = [span.policy_version for chunk in chunks for span in chunk.version_spans]
         assert (versions[0], versions[-1]) == (0, 1)
@@ -134,7 +136,7 @@ async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> Non
 
 
 async def test_abort_mode_ends_running_requests_and_they_go_on_under_the_new_policy(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway() as served:
@@ -144,6 +146,7 @@ async def test_abort_mode_ends_running_requests_and_they_go_on_under_the_new_pol
         call = served.stub.Generate(request, timeout=patient(20)).__aiter__()
         first = await anext(call)
         await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)
+        ends.come()
         chunks = [first.chunk] + [piece.chunk async for piece in call]
         assert chunks[-1].finish_reason == tpb.FINISH_REASON_LENGTH
         spans = [span for chunk in chunks for span in chunk.version_spans]

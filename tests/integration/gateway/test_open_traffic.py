@@ -8,6 +8,7 @@ import asyncio
 from typing import Any
 
 import redis.asyncio
+from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, Agent, loads, opened, task_run, until_running, user
 
 from paceline.local.patience import patient
@@ -190,12 +191,13 @@ def shares_of(told: list[Any]) -> list[int]:
 
 
 async def test_workers_without_requests_are_lent_out_except_the_last(
-    serve_gateway: Any, script: dict[str, Any], redis_url: str, run_id: str
+    serve_gateway: Any, script: dict[str, Any], redis_url: str, run_id: str, ends: Ends
 ) -> None:
     script |= SLOW
     keys = redis_keys(redis_url, run_id)
     async with serve_gateway(engine={"workers": 3}, **keys, release_after_s=0.2) as served:
         for step in range(2):
+            ends.wait()
             agent = await opened(served, group_id=f"g{step}")
             busy = asyncio.create_task(agent.chat([user("2+2=")], max_tokens=150, ignore_eos=True))
             await until_running(served, 1)
@@ -211,6 +213,7 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
                 more = asyncio.gather(*calls)
                 await until_running(served, 5)
                 assert (await loads(served))[worker] == 5
+                ends.come()
                 await more
                 await busy
                 await agent.act("complete", {"reward": 1.0})
@@ -218,7 +221,7 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
                     await other.act("abort")
             assert sorted([worker, *shares_of(told)]) == [0, 1, 2]
             shares = [event.share for event in told if event.HasField("share")]
-            assert all(0.2 <= share.elapsed_s < 10 for share in shares)
+            assert all(0.2 <= share.elapsed_s < patient(20) for share in shares)
             assert samples_of(told)[agent.id].worker_index == worker
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 from integration.gateway.commands import commit, lease, push, release, resume, workers
+from integration.gateway.conftest import Ends
 from integration.gateway.http_agent import SLOW, until_running
 from integration.gateway.test_open_traffic import redis_keys, stream_of
 
@@ -68,6 +69,7 @@ async def test_a_commit_in_the_middle_of_a_rollout_leaves_whole_samples_in_every
     redis_url: str,
     redis_client: redis.asyncio.Redis,
     run_id: str,
+    ends: Ends,
     mode: int,
 ) -> None:
     script |= SLOW
@@ -77,6 +79,7 @@ async def test_a_commit_in_the_middle_of_a_rollout_leaves_whole_samples_in_every
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, 5 * SAMPLES)
         await commit(served, VersionSet(1, 1, 0), mode)
+        ends.come()
         news = await run
         found = await stream_of(redis_client, run_id, SAMPLES)
         emitted = await tokens_so_far(served)
@@ -99,14 +102,15 @@ async def test_a_rollout_that_a_lease_suspends_goes_on_under_the_set_that_serves
     redis_client: redis.asyncio.Redis,
     run_id: str,
 ) -> None:
-    script |= SLOW
+    # Slow enough for three parts of it on a machine that stands still for seconds.
+    script |= {**SLOW, "default_cost_s": 0.05}
     keys = redis_keys(redis_url, run_id)
     # a request of an agent would be refused after wait_s; the samples of a step are not
     async with serve_gateway(engine={"workers": 2}, queue={"wait_s": 0.05}, **keys) as served:
         run = asyncio.create_task(finished(served, rollout(served)))
         await until_tokens(served, run, 5 * SAMPLES)
         for number in (1, 2):
-            await asyncio.wait_for(release(served, 2 * number, 0, 1, drain_s=0.0), patient(4))
+            await asyncio.wait_for(release(served, 2 * number, 0, 1, drain_s=0.0), patient(5))
             kept = await tokens_so_far(served)
             await push(served, pb.WEIGHT_TARGET_POLICY, number, 2 * number)
             await commit(served, VersionSet(number, number, 0), epoch=2 * number)
@@ -124,13 +128,16 @@ async def test_a_rollout_that_a_lease_suspends_goes_on_under_the_set_that_serves
 
 
 async def test_requests_have_the_time_to_end_that_the_lease_gives_them(
-    serve_gateway: Any, script: dict[str, Any]
+    serve_gateway: Any, script: dict[str, Any], ends: Ends
 ) -> None:
     script |= SLOW
     async with serve_gateway(engine={"workers": 2}) as served:
         run = asyncio.create_task(finished(served, rollout(served, tokens=40)))
         await until_running(served, SAMPLES)
-        await release(served, 2, 0, 1, drain_s=patient(20))
+        lending = asyncio.create_task(release(served, 2, 0, 1, drain_s=patient(20)))
+        await asyncio.sleep(0)
+        ends.come()
+        await lending
         assert len([one for one in await run if one.HasField("sample")]) == SAMPLES
         for wrong in (-1.0, float("nan"), 1e9):
             with pytest.raises(InvalidInput, match="drain_s"):

@@ -167,13 +167,18 @@ async def test_a_program_of_a_lost_actor_is_run_once_more(pool: RewardPool) -> N
 async def test_a_score_that_takes_too_long_is_ended_on_its_node(
     path: Path, pool: RewardPool, tmp_path: Path
 ) -> None:
-    rules = rules_there(path, pool, deadline_s=0.5)
     told = tmp_path / "told"
-    await rules.check("Hangs")
-    before = {actor.pid for actor in actors()}
-    assert await rules.rule("Hangs").score(episode(str(told))) is None
+    for deadline_s in (0.5, 5.0, 50.0):  # on a busy machine it may be ended before it has said so
+        rules = rules_there(path, pool, deadline_s=deadline_s)
+        await rules.check("Hangs")
+        before = {actor.pid for actor in actors()}
+        assert await rules.rule("Hangs").score(episode(str(told))) is None
+        await rules.stop()
+        if told.exists() and told.read_text():
+            break
     assert all(gone(int(pid)) for pid in told.read_text().split())
     assert before <= {actor.pid for actor in actors()}  # they score on
+    rules = rules_there(path, pool)
     assert await rules.rule("Length").score(episode("ab")) == 2.0
     await rules.stop()
 

@@ -107,9 +107,11 @@ async def test_a_restarted_gateway_ends_the_leases_of_a_coordinator_that_stays_a
     serve_gateway: Any,
 ) -> None:
     async with serve_gateway() as served, listening(served):
-        await release(served, 3, 0, outlasts_s=0.2)
+        await release(served, 3, 0, outlasts_s=600.0)
     noted = served.config.spool / "lent.json"
-    assert json.loads(noted.read_text()) == {"workers": [0], "outlasts_s": 0.2, "epoch": 3}
+    lent = {"workers": [0], "outlasts_s": 600.0, "epoch": 3}
+    assert json.loads(noted.read_text()) == lent
+    noted.write_text(json.dumps({**lent, "outlasts_s": 0.2}))  # it cannot end before the restart
     async with serve_gateway() as served:
         await answered(ask(served))
     assert json.loads(noted.read_text())["workers"] == []

@@ -139,13 +139,13 @@ async def test_a_proxy_passes_bytes_on_and_late_ones_too() -> None:
     async with echoing() as (proxy, reader, writer):
         writer.write(b"one")
         assert await reader.readexactly(3) == b"one"
-        delaying = asyncio.create_task(proxy.delay(0.05, 0.3))
+        delaying = asyncio.create_task(proxy.delay(0.05, patient(60.0)))
         await asyncio.sleep(0)
         began = asyncio.get_running_loop().time()
         writer.write(b"two")
         assert await reader.readexactly(3) == b"two"
         assert asyncio.get_running_loop().time() - began >= 0.1  # there and back
-        await delaying
+        delaying.cancel()
 
 
 async def test_a_reset_reaches_the_client_as_one() -> None:

@@ -44,9 +44,13 @@ class Seen:
 class ScriptedGateway:
     """What is asked is remembered; the n-th request meets the n-th step, those after the script
     `otherwise`.
+
+    Where several tests share it, each has a path of its own: what a client of an earlier one sent
+    before it gave up may come late, and must neither be seen nor meet a step.
     """
 
-    base_url: str = ""
+    root: str = ""
+    forgotten: int = 0
     seen: list[Seen] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=deque)
     otherwise: Step | None = None
@@ -56,8 +60,18 @@ class ScriptedGateway:
     def then(self, *steps: Step) -> None:
         self.steps.extend(steps)
 
+    @property
+    def base_url(self) -> str:
+        """Where this test's client asks; "" while nobody serves."""
+        return f"{self.root}{self._prefix}" if self.root else ""
+
+    @property
+    def _prefix(self) -> str:
+        return f"/test-{self.forgotten}" if self.forgotten else ""
+
     def forget(self) -> None:
         """Begin anew, for the next test."""
+        self.forgotten += 1
         self.seen, self.steps, self.otherwise, self.gone = [], deque(), None, threading.Event()
 
     def paths(self) -> list[str]:
@@ -71,8 +85,12 @@ class ScriptedGateway:
             message = await receive()
             raw += message.get("body", b"")
             more = message.get("more_body", False)
+        asked = scope["raw_path"].decode()
+        if not asked.startswith(f"{self._prefix}/"):  # of an earlier test
+            await reply(410, {})(receive, send)
+            return
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        path = scope["raw_path"].decode() + (
+        path = asked.removeprefix(self._prefix) + (
             f"?{query.decode()}" if (query := scope["query_string"]) else ""
         )
         self.seen.append(Seen(scope["method"], path, headers, json.loads(raw) if raw else None))
@@ -187,7 +205,7 @@ def serving(
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [on]})
     scheme = "https" if options.get("ssl_certfile") else "http"
-    gateway.base_url = f"{scheme}://127.0.0.1:{on.getsockname()[1]}"
+    gateway.root = f"{scheme}://127.0.0.1:{on.getsockname()[1]}"
     thread.start()
     try:
         yield gateway

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from unit.client.scripted_gateway import (
     serving,
 )
 
-from paceline.client import AsyncClient, flows
+from paceline.client import AsyncClient, Backoff
 from paceline.errors import DeadlineExceeded, FailedPrecondition, InvalidInput, Unavailable
 from paceline.local.patience import patient
 
@@ -191,16 +192,21 @@ async def test_an_end_whose_answer_was_lost_is_taken_from_the_sessions_state(
 async def test_what_left_the_block_is_not_hidden_by_a_gateway_that_is_away(
     connect: Connect,
 ) -> None:
-    gateway = ScriptedGateway()
+    gateway, never_again = ScriptedGateway(), Backoff(60.0, 60.0)
     with serving(gateway, listening()):
-        session = await connect(gateway.base_url, deadline_s=0.2).session()
+        session = await connect(gateway.base_url, backoff=never_again).session()
     with pytest.raises(ValueError, match="mine") as caught:
         async with session:
             raise ValueError("mine")
     assert "session s1 could not be ended and will time out" in caught.value.__notes__[0]
 
 
-async def test_tasks_are_claimed_until_none_comes(gateway: ScriptedGateway, client: Any) -> None:
+async def test_tasks_are_claimed_until_none_comes(
+    gateway: ScriptedGateway, connect: Connect
+) -> None:
+    # Each request takes 0.1 s by this clock, however long the machine takes for it.
+    backoff = Backoff(0.01, 0.01, clock=lambda: 0.1 * len(gateway.seen))
+    client = connect(gateway.base_url, backoff=backoff)
     task = {"id": "t1", "prompt": "1+1=", "metadata": {"level": "easy"}}
     gateway.then(reply(201, {**SESSION, "task": task}), reply(200, {**SESSION, "state": "final"}))
     gateway.otherwise = reply(204, None)
@@ -218,20 +224,21 @@ async def test_tasks_are_claimed_until_none_comes(gateway: ScriptedGateway, clie
 
 
 async def test_the_end_of_a_run_ends_its_tasks_and_a_gateway_that_never_was_is_an_error(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
+    connect: Connect,
 ) -> None:
-    monkeypatch.setattr(flows, "LATE_S", 1.0)
+    looks = count(0.0, 2.0)
+    backoff = Backoff(0.01, 0.01, clock=lambda: next(looks))  # 2 s pass from look to look
     gateway = ScriptedGateway()
     task = {"id": "t1", "prompt": "1+1=", "metadata": {}}
     gateway.then(reply(201, {**SESSION, "task": task}))
     with serving(gateway, listening()):
-        client = connect(gateway.base_url, deadline_s=0.3)
-        tasks = aiter(client.tasks(timeout_s=0.5))
+        client = connect(gateway.base_url, backoff=backoff)
+        tasks = aiter(client.tasks(timeout_s=40))
         assert (await anext(tasks)).task.id == "t1"
     assert [one async for one in tasks] == []
     # Which of the two it is says whether the last attempt had begun when the time was over.
     with pytest.raises((Unavailable, DeadlineExceeded), match="the gateway"):
-        await anext(aiter(connect(gateway.base_url, deadline_s=0.3).tasks(timeout_s=0.5)))
+        await anext(aiter(connect(gateway.base_url, backoff=backoff).tasks(timeout_s=40)))
 
 
 async def test_a_refused_claim_says_why(gateway: ScriptedGateway, client: Any) -> None:

@@ -168,13 +168,18 @@ async def test_a_stream_that_stalls_ends_at_its_deadline(
     gateway: ScriptedGateway, client: Any
 ) -> None:
     session = await client.session()
-    gateway.then(gateway.hang(b'data: {"id": "c", "choices": [{"delta": {"content": "a"}}]}\n\n'))
-    began = time.monotonic()
     said: list[str] = []
-    with pytest.raises(DeadlineExceeded):
-        await gather(session.chat_stream(HELLO, deadline_s=0.4), said)
+    for deadline_s in (0.4, 4.0, 40.0):  # a busy machine may need longer for what comes before
+        gateway.then(
+            gateway.hang(b'data: {"id": "c", "choices": [{"delta": {"content": "a"}}]}\n\n')
+        )
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await gather(session.chat_stream(HELLO, deadline_s=deadline_s), said)
+        assert deadline_s <= time.monotonic() - began < deadline_s + patient(20)
+        if said:
+            break
     assert said == ["a"]
-    assert 0.4 <= time.monotonic() - began < 2
 
 
 async def test_leaving_a_stream_early_hangs_up(gateway: ScriptedGateway, client: Any) -> None:

@@ -10,6 +10,7 @@ from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.errors import Unavailable
+from paceline.local.patience import patient
 from paceline.services.coordinator import metrics
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.slots import Holder, Slot, slot_row
@@ -110,7 +111,7 @@ async def test_trajectories_are_counted_after_each_step_also_where_redis_was_awa
     counting = asyncio.create_task(run.run())
     for _ in range(2):
         run.step_ended()
-        await asyncio.wait_for(ledger.asked.acquire(), 5)
+        await asyncio.wait_for(ledger.asked.acquire(), patient(10))
     await asyncio.sleep(0)
     counting.cancel()
     await asyncio.gather(counting, return_exceptions=True)

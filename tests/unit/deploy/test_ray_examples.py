@@ -247,12 +247,15 @@ def test_a_pods_certificate_names_its_address_and_is_signed(
 
 STAND_IN = """#!/bin/bash
 name=${0##*/}
-{ printf '%s' "$name"; printf '\\t%s' "$@"; printf '\\n'; } >> "$NOTES"
+words=$(printf '\\t%s' "$@")
+printf '%s%s\\n' "$name" "$words" >> "$NOTES"  # at once: several run at a time
 case "$name $*" in
   "scontrol show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
   srun*--nodelist=n1*"hostname --ip-address") echo 10.0.0.1 ;;
   srun*"hostname --ip-address") printf '10.0.0.3\\n10.0.0.1\\n10.0.0.2 192.168.0.2\\n' ;;
-  srun*"python3 -c"*) exit "${NODES_MISSING:-0}" ;;
+  srun*"python3 -c"*)  # nodes are up once Ray has been started on them
+    if [ -n "$NODES_MISSING" ]; then exit 1; fi
+    until (($(grep -c $'\\tstart\\t' "$NOTES") >= (${!#} > 1 ? 2 : 1))); do sleep 0.05; done ;;
   srun*"paceline up"*) env > "$NOTES.env" ;;
 esac
 """

@@ -180,6 +180,9 @@ class ScriptedEngine:
         arm, explored = self._choose(batch, situation)
         cost = round_cost(self._spec, arm, len(batch))
         self._clock.spend(cost)
+        if not (batch := self._going_on(batch, arm)):
+            return []
+        rows = [run.sequence for run in batch]
         taken = [self._advance(run, arm) for run in batch]
         self._busy_s += cost
         # A script knows a round's seconds as a whole.
@@ -188,6 +191,17 @@ class ScriptedEngine:
             self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
         self._release()
         return [one.chunk() for one in rows if one.request.stream or one.finish is not None]
+
+    def _going_on(self, batch: list[ScriptedRun], arm: str) -> list[ScriptedRun]:
+        """Those that may take their tokens of this round."""
+        if not self._spec.ends_with or Path(self._spec.ends_with).exists():
+            return batch
+        most = 1 + drafts_of(arm)
+        return [
+            run
+            for run in batch
+            if run.request.probe or not run.ends_within(run.answer.tokens_per_round or most)
+        ]
 
     def pause(self, mode: PauseMode) -> list[Chunk]:
         self._paused = True

@@ -30,6 +30,13 @@ class ScriptedRun:
         """What was asked."""
         return self.sequence.request
 
+    def ends_within(self, tokens: int) -> bool:
+        """Whether so many further tokens would end it."""
+        whole = self.sequence.token_limit
+        if not self.request.sampling.ignore_eos:
+            whole = min(whole, len(self.answer.token_ids))
+        return whole - len(self.sequence.tokens) <= tokens
+
     def emit(self, wanted: int, origin: DrawnBy, *, nan: bool = False) -> int:
         """At most so many further tokens; returns how many. nan: with
         log-probs that are none.

@@ -121,6 +121,7 @@ class ScriptedSpec(BatchSettings, RunValues):
     )  # arm -> batch size -> seconds of a round; the largest size not above the batch counts
     default_cost_s: float = 1e-3  # of arms without costs
     real_time: bool = False
+    ends_with: str = ""  # a file; no request but a probe ends before it is there
     fault_token: int | None = None  # a round over a prompt that holds this token raises
     nan_token: int | None = None  # its log-prob is NaN
     nan_policies: tuple[int, ...] = ()  # versions that give no other log-prob

@@ -93,9 +93,16 @@ class Bench:
         for made in trajectories:
             await self.stream.append(*encode_trajectory(made))
 
+    async def begin(self, *trajectories: Trajectory) -> None:
+        """Open the batcher with all that will come: no deadline is too short to read it."""
+        await self.stream.create_group(GROUP)
+        await self.append(*trajectories)
+        await self.stream.read(GROUP, CONSUMER, len(trajectories), 0)
+        await self.batcher.open()
+
 
 def wanted(
-    *groups: str, deadline_s: float = 5.0, step: int = 3, version: int = 3, size: int = 2
+    *groups: str, deadline_s: float = 60.0, step: int = 3, version: int = 3, size: int = 2
 ) -> Wanted:
     return Wanted(step, version, tuple((group, size) for group in groups), deadline_s)
 
@@ -149,11 +156,10 @@ async def test_at_the_deadline_a_group_closes_with_two_scored_siblings_and_is_dr
     None
 ):
     bench = Bench()
-    await bench.batcher.open()
-    await bench.append(
-        trajectory("a", 0), trajectory("a", 1), trajectory("b", 0), trajectory("c", 0)
+    await bench.begin(
+        *(trajectory("a", 0), trajectory("a", 1), trajectory("b", 0), trajectory("c", 0)),
+        *(trajectory("c", 1, reward=None), trajectory("c", 2, reward=None)),
     )
-    await bench.append(trajectory("c", 1, reward=None), trajectory("c", 2, reward=None))
     batch = await bench.batcher.collect(wanted("a", "b", "c", deadline_s=0.05, size=3))
     assert [t.group_id for t in batch.trajectories] == ["a", "a"]
     assert batch.record.dropped_groups == {"too_few_siblings": 1, "unscored": 1}
@@ -187,9 +193,10 @@ async def test_a_group_waits_for_every_branch_of_its_sessions_and_not_for_more_o
 
 async def test_at_the_deadline_the_branches_of_incomplete_sessions_are_dropped() -> None:
     bench = Bench()
-    await bench.batcher.open()
-    await bench.append(*session("a", 0, 2), *session("a", 1, 1), *session("a", 2, 3)[:2])
-    await bench.append(*session("b", 0, 2, task=1), *session("b", 1, 2, task=1)[:1])
+    await bench.begin(
+        *(*session("a", 0, 2), *session("a", 1, 1), *session("a", 2, 3)[:2]),
+        *(*session("b", 0, 2, task=1), *session("b", 1, 2, task=1)[:1]),
+    )
     batch = await bench.batcher.collect(wanted("a", "b", deadline_s=0.05, size=3))
     assert [str(t.key) for t in batch.trajectories] == ["a-0-3/0", "a-0-3/1", "a-1-3/0"]
     assert batch.record.dropped_groups == {"incomplete_session": 1}
@@ -279,10 +286,7 @@ def test_whatever_the_order_of_arrival_a_batch_is_the_complete_sessions_in_one_o
 
     async def collect() -> Batch:
         bench = Bench()
-        await bench.stream.create_group(GROUP)
-        await bench.append(*arrived)
-        await bench.stream.read(GROUP, CONSUMER, len(whole) * 4, 0)
-        await bench.batcher.open()  # takes up all that will come
+        await bench.begin(*arrived)
         sizes = tuple(
             (group, len(sessions)) for group, sessions in zip(groups, counts, strict=True)
         )
@@ -353,14 +357,11 @@ async def test_of_a_group_name_that_was_used_again_the_newest_draw_is_trained() 
 
 async def test_groups_that_nobody_asks_for_are_given_up_whole_and_late() -> None:
     bench = Bench(max_staleness=1)
-    await bench.stream.create_group(GROUP)
-    await bench.append(
+    await bench.begin(
         trajectory("old", 0, step=1, version=1),
         trajectory("old", 1, step=1, version=2),
         trajectory("younger", 0, step=1, version=2),
     )
-    await bench.stream.read(GROUP, CONSUMER, 100, 0)
-    await bench.batcher.open()
     for version in (1 + 1 + ABANDONED, 1 + 1 + ABANDONED + 1):
         batch = await bench.batcher.collect(Wanted(version, version, (), deadline_s=0))
         await bench.batcher.settle(batch.record)
@@ -409,10 +410,7 @@ def test_no_token_older_than_the_bound_is_trained_and_every_group_ages_as_one(
 
     async def collect() -> Batch:
         bench = Bench(max_staleness=eta)
-        await bench.stream.create_group(GROUP)
-        await bench.append(*arrived)
-        await bench.stream.read(GROUP, CONSUMER, 100, 0)
-        await bench.batcher.open()
+        await bench.begin(*arrived)
         return await bench.batcher.collect(Wanted(7, now, tuple(count.items()), deadline_s=0))
 
     batch = asyncio.run(collect())
@@ -457,8 +455,7 @@ async def test_entries_stay_until_a_checkpoint_and_a_restart_replays_exactly_the
     None
 ):
     bench = Bench()
-    await bench.batcher.open()
-    await bench.append(trajectory("a", 1), trajectory("a", 0))
+    await bench.begin(trajectory("a", 1), trajectory("a", 0))
     batch = await bench.batcher.collect(wanted("a", deadline_s=0.05, size=3))
     await bench.batcher.settle(batch.record)
     await bench.batcher.mark(batch.record)
@@ -481,7 +478,7 @@ async def test_no_more_than_the_bound_is_held_for_later_steps() -> None:
     await bench.batcher.open()
     await bench.append(*(trajectory("later", i, step=9) for i in range(4)))
     with pytest.raises(ResourceExhausted):
-        await bench.batcher.collect(wanted("a", deadline_s=1))
+        await bench.batcher.collect(wanted("a"))
 
 
 def record(step: int) -> StepRecord:

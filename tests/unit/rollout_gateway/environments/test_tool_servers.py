@@ -232,14 +232,23 @@ async def test_a_server_that_was_started_again_between_two_calls_serves_the_next
     assert await asks(environment, BOLT) == ["0.50"]
 
 
-async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(far: Shop) -> None:
-    environment = ToolUse(None, far.toolbox(deadline_s=0.5))
+async def test_a_server_that_is_silent_is_late_and_goes_on_with_the_next_call(
+    far: Shop, skip: Callable[[float], None]
+) -> None:
+    async def hours_pass() -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            skip(3600.0)
+
+    environment = ToolUse(None, far.toolbox(deadline_s=60))
     await environment.prepare([{}])
     assert far.process is not None
     os.kill(far.process.pid, signal.SIGSTOP)
+    passing = asyncio.create_task(hours_pass())
     try:
         assert await fails(environment, *BOLT)
     finally:
+        passing.cancel()
         os.kill(far.process.pid, signal.SIGCONT)
     assert await asks(environment, BOLT) == ["0.50"]
 

@@ -21,7 +21,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture(scope="module")
 def rule() -> CodeTests:
-    sandbox = Sandbox(SandboxConfig(wall_s=15, cpu_s=1))
+    sandbox = Sandbox(SandboxConfig(wall_s=60, cpu_s=1))
     asyncio.run(sandbox.layers())
     return CodeTests(sandbox)
 

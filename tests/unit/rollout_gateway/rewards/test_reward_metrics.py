@@ -23,15 +23,18 @@ class Says:
 """
 
 
-@pytest_asyncio.fixture
-async def rules(tmp_path: Path) -> AsyncIterator[RewardRules]:
-    setup("test", TelemetryConfig(prometheus=True))
+def rules_of(folder: Path, deadline_s: float) -> RewardRules:
     remote = RemoteRewardConfig(
         url="http://127.0.0.1:9/", attempts=1, breaker_failures=1, breaker_open_s=600
     )
-    rules = RewardRules(
-        RewardsConfig(deadline_s=1, remote=remote, own={"says": f"{tmp_path}/own.py:Says"})
-    )
+    own = {"says": f"{folder}/own.py:Says"}
+    return RewardRules(RewardsConfig(deadline_s=deadline_s, remote=remote, own=own))
+
+
+@pytest_asyncio.fixture
+async def rules(tmp_path: Path) -> AsyncIterator[RewardRules]:
+    setup("test", TelemetryConfig(prometheus=True))
+    rules = rules_of(tmp_path, deadline_s=60)
     yield rules
     await rules.stop()
     shutdown()
@@ -45,8 +48,11 @@ async def test_scores_and_failures_are_counted_by_rule_and_reason(
     rules: RewardRules, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(RULE)
-    for text in ("1.5", "2", "None", "1 / 0", "time.sleep(1000)"):
+    for text in ("1.5", "2", "None", "1 / 0"):
         await rules.rule("says").score(episode(text))
+    impatient = rules_of(tmp_path, deadline_s=0.5)
+    await impatient.rule("says").score(episode("time.sleep(1000)"))
+    await impatient.stop()
     with pytest.raises(InvalidInput):
         await rules.rule("says").score(episode("float('nan')"))
     for _ in range(2):

@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.config import SandboxConfig
 from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
 
 LIMITS = SandboxConfig(
-    wall_s=15,
+    wall_s=60,
     cpu_s=4,
     memory_bytes=256 << 20,
     file_bytes=1 << 20,
@@ -167,15 +167,14 @@ async def test_the_order_of_a_set_is_the_same_in_every_run(any_kind: Sandbox) ->
 
 
 async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox) -> None:
-    quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1}))
+    # A second of CPU time may take minutes on a busy machine.
+    quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1, "wall_s": 600}))
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     ends = await asyncio.gather(*(quick.run(code) for code in ("while True: pass", stubborn)))
     assert [end.reason for end in ends] == ["cpu", "cpu"]
 
 
 async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, mark: str) -> None:
-    quick = Sandbox(any_kind.config.model_copy(update={"wall_s": 0.7}))
-    await quick.layers()
     code = f"""
         import subprocess, sys, time
         print("begun", flush=True)
@@ -183,9 +182,15 @@ async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, ma
             subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)", "{mark}"])
         time.sleep(99)
     """
-    result = await quick.run(textwrap.dedent(code))
-    assert (result.reason, result.stdout) == ("timeout", "begun\n")
-    assert 0.7 <= result.wall_s < 5
+    for wall_s in (0.7, 7.0, 70.0):  # on a busy machine it may be stopped before it has begun
+        quick = Sandbox(any_kind.config.model_copy(update={"wall_s": wall_s}))
+        await quick.layers()
+        result = await quick.run(textwrap.dedent(code))
+        assert result.reason == "timeout"
+        assert wall_s <= result.wall_s < wall_s + patient(20)
+        if result.stdout:
+            break
+    assert result.stdout == "begun\n"
 
 
 async def test_ten_gigabytes_are_too_many(any_kind: Sandbox) -> None:
@@ -340,7 +345,7 @@ async def test_a_daemon_does_not_survive_its_program(any_kind: Sandbox, mark: st
     """
     result = await any_kind.run(textwrap.dedent(code))
     assert (result.reason, result.stdout) == ("exit", "daemon begun\n")
-    assert result.wall_s < 10
+    assert result.wall_s < patient(20)
 
 
 async def test_the_parent_cannot_be_signalled(any_kind: Sandbox) -> None:

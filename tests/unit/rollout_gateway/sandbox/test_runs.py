@@ -114,7 +114,7 @@ async def test_a_program_ends_with_its_gateway(isolation: str, tmp_path: Path) -
     found += launchers_of(process.pid)
     process.send_signal(signal.SIGKILL)
     await waiting
-    _, alive = await asyncio.to_thread(psutil.wait_procs, found, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, found, patient(10))
     assert alive == []
     assert boxes_below(tmp_path) == []
 
@@ -278,7 +278,7 @@ async def test_a_launcher_that_is_killed_is_no_result() -> None:
     launcher.kill()
     with pytest.raises(Unavailable, match="launcher was lost; seen: exit code -9"):
         await run
-    _, alive = await asyncio.to_thread(psutil.wait_procs, found, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, found, patient(10))
     assert alive == [] or "namespaces" not in await sandbox.layers()
 
 

@@ -57,6 +57,18 @@ def test_tokens_do_not_depend_on_the_arm(arm: str) -> None:
     assert {chunk.finish for chunk in ended.values()} == {Finish.STOP}
 
 
+@pytest.mark.parametrize(("on", "tokens"), [(False, 6), (True, 20)])
+def test_no_request_ends_before_the_file_is_there(tmp_path: Path, on: bool, tokens: int) -> None:
+    there = tmp_path / "there"
+    engine = build_scripted(SCRIPT.model_copy(update={"ends_with": str(there)}))
+    engine.enqueue(request(on=on, max_tokens=20))
+    for _ in range(100):
+        assert engine.step() == []
+    assert tokens - 6 < engine.load.tokens_emitted < tokens
+    there.touch()
+    assert len(run(engine)[1].token_ids) == tokens
+
+
 def test_streamed_chunks_join_to_the_whole() -> None:
     engine = build_scripted(SCRIPT)
     engine.enqueue(request(stream=True, forced_arm="eagle:3_1_4"))

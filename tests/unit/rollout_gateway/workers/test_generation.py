@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.local.patience import patient
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -117,7 +118,7 @@ async def test_a_slow_reader_gets_merged_news() -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)
     for piece in cut([1, 2, 3, 4], [1, 1, 1]):
         generation.accept(piece)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(patient(10)):
         news = [piece async for piece in generation.chunks()]
     assert [list(piece.token_ids) for piece in news] == [[1, 2, 3, 4]]
     assert generation.whole.finish_reason == tpb.FINISH_REASON_STOP

@@ -151,8 +151,8 @@ async def test_whoever_waits_for_idleness_is_told_once_nothing_has_run_for_long_
     watchers = [asyncio.create_task(seat.idle_for(seconds)) for seconds in (0.05, 0.0)]
     await asyncio.sleep(0)
     assert not any(watcher.done() for watcher in watchers)
-    seat.end(request_id)
     ended = time.monotonic()
+    seat.end(request_id)
     await asyncio.wait_for(watchers[1], patient(5))
     await asyncio.wait_for(watchers[0], patient(5))
     assert time.monotonic() - ended >= 0.045

@@ -141,9 +141,9 @@ def test_a_large_body_is_judged_in_a_moment() -> None:
     body = ChatBody.model_validate_json(
         chat(messages=[{"role": "user", "content": [part, part]}] * 2700)
     )
-    began = time.perf_counter()
+    began = time.process_time()
     assert CHAT.judge(body) == ()
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 def test_an_error_shows_names_and_values_in_part() -> None:
