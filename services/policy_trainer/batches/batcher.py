@@ -72,7 +72,7 @@ class Batcher:
 
     async def collect(self, wanted: Wanted) -> Batch:
         """Waits until every wanted group has all its sessions complete, or the deadline, and closes
-        the groups.
+        the groups. What is in the stream by then counts, however late this process gets to run.
 
         Raises ResourceExhausted when the trajectories held for other steps reach the bound,
         Unavailable when Redis stays away.
@@ -80,9 +80,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         end = loop.time() + wanted.deadline_s
         while not is_complete(wanted, self._held):
-            remaining = end - loop.time()
-            if remaining <= 0:
-                break
+            remaining = max(end - loop.time(), 0.0)
             self._require_room()
             entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
             with span(
@@ -92,6 +90,8 @@ class Batcher:
             ):
                 for entry in entries:
                     await self._admit(entry)
+            if not remaining and len(entries) < _READ_COUNT:
+                break
 
         return close(wanted, self._held, self._max_staleness, self._keeps)
 

@@ -173,6 +173,17 @@ async def test_at_the_deadline_a_group_closes_with_two_scored_siblings_and_is_dr
     assert (await bench.stream.depth()).entries == 2
 
 
+async def test_what_waits_in_the_stream_counts_though_the_deadline_has_passed() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    others = [trajectory("z", sample) for sample in range(40)]
+    await bench.append(*others, trajectory("a", 0), trajectory("a", 1))
+    batch = await bench.batcher.collect(wanted("a", deadline_s=0.0))
+    assert [t.group_id for t in batch.trajectories] == ["a", "a"]
+    late = await bench.batcher.collect(wanted("b", deadline_s=0.0))
+    assert late.trajectories == []
+
+
 async def test_a_group_waits_for_every_branch_of_its_sessions_and_not_for_more_of_one() -> None:
     bench = Bench()
     await bench.batcher.open()
