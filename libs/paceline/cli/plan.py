@@ -147,10 +147,7 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
     rounded = {
         "embedded": {"profile": engine.embedded.profile} if engine.embedded.profile else {},
-        "sglang": {
-            f"arguments.{name}": value
-            for name, value in engine.sglang.rounding(engine.dtype).items()
-        },
+        "sglang": engine.sglang.rounding(engine.dtype),
     }.get(engine.kind, {})
     if rounded:
         drawn = "+".join(rounded.values())
@@ -225,6 +222,8 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
         memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
+        own.check_dtype(engine.dtype)
+        own.check_model(model.experts)
     if engine.kind == "sglang" and own.device != "cpu" and gpus:
         plan = memory_plan.sglang_plan(
             model,
@@ -237,7 +236,6 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
         return plan, True
     slots = engine.max_batch + (engine.embedded.prefix_slots if engine.kind == "embedded" else 0)
     tokens = min(engine.max_sequence_tokens, model.max_position_embeddings)
-    rounded = engine.kind == "embedded" and bool(engine.embedded.profile)
     return memory_plan.embedded_plan(
         model,
         workers=workers,
@@ -245,7 +243,7 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
         tokens=tokens,
         item=item,
         saver=engine.embedded.memory_saver,
-        matrix_item=1 if rounded else 0,  # every profile has eight bits
+        matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     ), False
 
 
