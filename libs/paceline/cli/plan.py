@@ -81,6 +81,8 @@ def plan_run(
     lines = _memory(found, ranks, gpus)
     chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
+    stays = gateway.engine.kind == "sglang" and gateway.engine.sglang.profile
+    chosen += ["coordinator.profile_stays=true"] if stays else []
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     return Checked(lines, chosen, start_s, coordinator.steps)
@@ -133,7 +135,7 @@ def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
     """Raises ConfigError where the engine cannot change to what an operator may choose."""
     if profiles and engine.kind == "sglang":
         raise ConfigError(
-            "SGLang rounds as it was started; unset coordinator.profiles",
+            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
             seen=f"gateway.engine.kind={engine.kind}",
             allowed="embedded",
         )

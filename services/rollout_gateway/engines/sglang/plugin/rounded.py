@@ -1,5 +1,5 @@
-"""New weights for layers that SGLang lays out anew after it has loaded them (`quantization = "fp8"`,
-or the profile int8_w8a8), in the storages that serve, so that captured CUDA graphs read them.
+"""New weights for layers that SGLang lays out anew after it has loaded them (`quantization =
+"fp8"`, the profile int8_w8a8), in the storages that serve, so that captured CUDA graphs read them.
 
 Rounding replaces a layer's parameters by others of another layout, which SGLang's loaders do not
 know. Two records mend that (FlashRL; Liu et al. 2025): the parameters as they are loaded, kept
@@ -80,7 +80,7 @@ def postprocessed(
 
 
 def take_as(model: nn.Module, loadable: Callable[[Pairs], Pairs]) -> None:
-    """Has an update load what `loadable` makes of a version's tensors; it may raise WeightsError."""
+    """Has an update load what `loadable` makes of a version's tensors; may raise WeightsError."""
     setattr(model, _LOADABLE, loadable)
 
 
