@@ -46,7 +46,7 @@ from paceline.tasks import Task, open_tasks
 SCORED_TOKENS = 64
 
 
-class Judged(NamedTuple):
+class BesidePlain(NamedTuple):
     """A profile beside the same engine without one."""
 
     row: Row
@@ -60,7 +60,7 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HeldOutWork:
     """What all engines answer."""
 
     model: Path
@@ -70,7 +70,7 @@ class Asked:
 
     async def judged(
         self, facts: Row, runs: Sequence[TimedRun], plain: Sequence[TimedRun], max_tokens: int
-    ) -> Judged:
+    ) -> BesidePlain:
         """A row of these facts, and of what the runs show beside those without a profile."""
         right, plain_right = [
             await accuracy(turns(one[0], self.codec, max_tokens), self.tasks)
@@ -83,7 +83,7 @@ class Asked:
             "accuracy": f"{right:.3f}",
             "speed x retention": f"{product:.3f}",
         }
-        return Judged({**facts, **found}, speed, product)
+        return BesidePlain({**facts, **found}, speed, product)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     codec = TextCodec(model)
     tasks = open_tasks(str(options.demo / "tasks_heldout.jsonl"))[: options.prompts]
     prompts = [codec.encode(task.prompt) for task in tasks]
-    asked = Asked(model, codec, tasks, workload(prompts, options.batch, options.max_tokens))
+    asked = HeldOutWork(model, codec, tasks, workload(prompts, options.batch, options.max_tokens))
     rows: list[Row] = []
     goals: list[Goal] = []
     for name in wanted:
@@ -126,7 +126,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     )
 
 
-async def _embedded(asked: Asked, options: argparse.Namespace) -> list[Judged]:
+async def _embedded(asked: HeldOutWork, options: argparse.Namespace) -> list[BesidePlain]:
     prompts = [one.prompt for one in asked.work.requests[: options.batch]]
     reports = {}
     for name in ("", *ROUNDED):
@@ -152,7 +152,7 @@ async def _embedded(asked: Asked, options: argparse.Namespace) -> list[Judged]:
     ]
 
 
-async def _sglang(asked: Asked, options: argparse.Namespace) -> list[Judged]:
+async def _sglang(asked: HeldOutWork, options: argparse.Namespace) -> list[BesidePlain]:
     found = await profiles_sglang.measured(asked.model, asked.work, options, SCORED_TOKENS)
     return [
         await asked.judged(
