@@ -110,6 +110,25 @@ What is so and stays so:
 """
 
 
+PROFILE = """
+## A policy in int8
+
+With `gateway.engine.sglang.profile = "int8_w8a8"` (`engine.dtype = "bfloat16"`, the extra `int8`)
+the decoder layers' matrices are in int8 with a scale for each row, and activations are rounded per
+token: SGLang's method `w8a8_int8`. The start policy and every version are rounded as they are
+loaded, into the storages that serve, by the function that rounds for the embedded engine; sets
+have the profile as their third member and keep it
+([ADR 70](adr/0070-weights-are-updated-in-place-by-profile.md)). The run needs a
+`policy_trainer.algorithm.correction`, as with every profile.
+
+- On a CPU without AMX SGLang has no product of int8, and refuses. There ours is taken:
+  `tests/sglang/test_profile.py` runs it, with a canary, drafts and refused versions.
+- SGLang's kernels, on CUDA and on CPUs with AMX, have not been run.
+- SGLang 0.5.21 has no int8 weights with activations as they are: torchao is gone from it.
+- A model with experts is refused, and a drafter stays as it is.
+"""
+
+
 def sglang_page() -> str:
     """The page; the plan is what the command of the example's head prints."""
     lines = [
@@ -129,6 +148,7 @@ def sglang_page() -> str:
         *map(row, HOOK_POINTS),
         *LAYOUTS.rstrip().split("\n"),
         *refusals(),
+        *PROFILE.rstrip().split("\n"),
         *ROUTER.rstrip().split("\n"),
         *("", "## Memory of a run on eight GPUs", ""),
         f"`{EXAMPLE}` with Qwen2.5-7B on GPUs of 80 GiB. A turn is everything that a service needs",

@@ -73,7 +73,7 @@ BENCHES = {
     ),
     "profiles": (
         "benchmarks.profiles",
-        "accuracy, speed and updates of the embedded engine under every profile",
+        "accuracy, speed and updates of both engines under every profile",
     ),
     "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }

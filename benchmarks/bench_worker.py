@@ -19,6 +19,7 @@ from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowR
 from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
 
 READY_S, RUN_S = 180.0, 120.0
 
@@ -95,6 +96,19 @@ class BenchWorker:
         """What it has counted of cached prompts."""
         health = await self._process.ask(pb.WorkerCommand(get_health=pb.GetHealth()), RUN_S)
         return health.health.prefixes
+
+    async def update(self, number: int, path: Path, profile: str) -> tuple[float, float]:
+        """Seconds until policy `number`, read from a directory, is prepared under a profile, and
+        from there until it serves. Raises what the worker refuses it by.
+        """
+        target, began = pb.WEIGHT_TARGET_POLICY, time.perf_counter()
+        prepare = pb.PrepareWeights(target=target, version=number, path=str(path), profile=profile)
+        await self._process.ask(pb.WorkerCommand(prepare_weights=prepare), RUN_S)
+        prepared = time.perf_counter()
+        versions = tpb.VersionSet(seq=number, policy=number, profile=profile)
+        commit = pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_RETRACT)
+        await self._process.ask(pb.WorkerCommand(commit_weights=commit), RUN_S)
+        return prepared - began, time.perf_counter() - prepared
 
     def _on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         after_s = time.perf_counter() - self._sent_s

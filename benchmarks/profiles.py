@@ -1,9 +1,10 @@
-"""Every profile of the embedded engine on the demo's policy: what it costs in log-probs and
-held-out accuracy, what it gains in decoding, what an update takes.
+"""Every profile of both engines on the demo's policy: what it costs in log-probs and held-out
+accuracy, what it gains in decoding, what an update takes.
 
-Speed is tokens per second over the same prompts, all engines in turns, as a ratio to the engine
-without a profile. Retention is accuracy over that engine's, and their product CloudMatrix's measure
-of a quantised engine (Zuo et al. 2025, arXiv 2506.12708): above 1 a profile pays.
+Speed is tokens per second over the same prompts, all profiles in turns, as a ratio to the same
+engine without a profile: the embedded one in --dtype, SGLang in bfloat16. Retention is accuracy
+over that engine's, and their product CloudMatrix's measure of a quantised engine (Zuo et al. 2025,
+arXiv 2506.12708): above 1 a profile pays.
 """
 
 from __future__ import annotations
@@ -11,12 +12,23 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.engine.runs import TimedRun, decode, rate_ratio, take_turns, workload
+from benchmarks import profiles_sglang
+from benchmarks.engine.runs import (
+    TimedRun,
+    Workload,
+    decode,
+    rate_ratio,
+    take_turns,
+    workload,
+)
 from benchmarks.options import above_zero
-from benchmarks.result import BenchResult, Row, say
+from benchmarks.result import BenchResult, Goal, Ratio, Row, say
+from paceline.errors import InvalidInput
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.engines.base import Engine
@@ -26,11 +38,52 @@ from paceline.services.rollout_gateway.engines.embedded.profile_report import (
     measure_profile,
 )
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from paceline.services.rollout_gateway.engines.sglang.host import check_installed
 from paceline.services.rollout_gateway.environments.base import TextTurn
 from paceline.services.rollout_gateway.profile_accuracy import accuracy
-from paceline.tasks import open_tasks
+from paceline.tasks import Task, open_tasks
 
 SCORED_TOKENS = 64
+
+
+class BesidePlain(NamedTuple):
+    """A profile beside the same engine without one."""
+
+    row: Row
+    speed: Ratio
+    product: float  # of speed and retention
+
+    def goal(self, engine: str) -> Goal:
+        """That the profile pays; open where the pairs did not resolve its speed."""
+        name = f"{engine}, {self.row['profile']}: speed x retention"
+        return Goal(name, 1.0, self.product, self.product >= 1 if self.speed.resolved else None)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutWork:
+    """What all engines answer."""
+
+    model: Path
+    codec: TextCodec
+    tasks: Sequence[Task]
+    work: Workload
+
+    async def judged(
+        self, facts: Row, runs: Sequence[TimedRun], plain: Sequence[TimedRun], max_tokens: int
+    ) -> BesidePlain:
+        """A row of these facts, and of what the runs show beside those without a profile."""
+        right, plain_right = [
+            await accuracy(turns(one[0], self.codec, max_tokens), self.tasks)
+            for one in (runs, plain)
+        ]
+        speed = rate_ratio(runs, plain)
+        product = speed.value * (right / plain_right if plain_right else 0.0)
+        found = {
+            "speed": str(speed),
+            "accuracy": f"{right:.3f}",
+            "speed x retention": f"{product:.3f}",
+        }
+        return BesidePlain({**facts, **found}, speed, product)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,38 +97,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=count, default=3, help="turns of every engine")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=count, default=1)
+    parser.add_argument("--engines", default="embedded,sglang", help="of these, with commas")
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """A row for each profile. Raises InvalidInput for prompts that do not fit, TaskFileError."""
-    model: Path = options.demo / options.policy
+    """A row and a goal for each profile of each engine. Raises InvalidInput for an engine that has
+    none and for prompts that do not fit, TaskFileError, and ConfigError where SGLang is wanted and
+    not installed.
+    """
+    wanted = options.engines.split(",")
+    if unknown := [one for one in wanted if one not in ENGINES]:
+        raise InvalidInput("no such engine", seen=unknown[0], allowed=", ".join(ENGINES))
+    if "sglang" in wanted:
+        check_installed()
+    model = Path.cwd() / options.demo / options.policy
     codec = TextCodec(model)
     tasks = open_tasks(str(options.demo / "tasks_heldout.jsonl"))[: options.prompts]
     prompts = [codec.encode(task.prompt) for task in tasks]
+    asked = HeldOutWork(model, codec, tasks, workload(prompts, options.batch, options.max_tokens))
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for name in wanted:
+        found = await ENGINES[name](asked, options)
+        rows += [{"engine": name, **one.row} for one in found]
+        goals += [one.goal(name) for one in found[1:]]  # the first is without a profile
+    return BenchResult(
+        f"profiles on {options.policy}, {options.prompts} held-out tasks", rows, goals
+    )
+
+
+async def _embedded(asked: HeldOutWork, options: argparse.Namespace) -> list[BesidePlain]:
+    prompts = [one.prompt for one in asked.work.requests[: options.batch]]
     reports = {}
     for name in ("", *ROUNDED):
         reports[name] = measure_profile(
-            model,
+            asked.model,
             name,
-            prompts[: options.batch],
+            prompts,
             tokens=SCORED_TOKENS,
             dtype=options.dtype,
             threads=options.threads,
         )
         say(f"{name or options.dtype}: gap {reports[name].gap_mean:.4f}")
-    work = workload(prompts, options.batch, options.max_tokens)
     ways = {
-        name: partial(decode, _engine(model, name, options), work, "off", options.threads)
+        name: partial(
+            decode, _engine(asked.model, name, options), asked.work, "off", options.threads
+        )
         for name in reports
     }
     runs = await take_turns(ways, options.pairs, f"batch {options.batch}")
-    right = {
-        name: await accuracy(turns(several[0], codec, options.max_tokens), tasks)
-        for name, several in runs.items()
-    }
-    rows = [_row(reports[name], runs[name], runs[""], right[name], right[""]) for name in reports]
-    title = f"profiles on {options.policy}, {options.dtype}, {options.prompts} held-out tasks"
-    return BenchResult(title, rows, [])
+    return [
+        await asked.judged(_of_report(report), runs[name], runs[""], options.max_tokens)
+        for name, report in reports.items()
+    ]
+
+
+async def _sglang(asked: HeldOutWork, options: argparse.Namespace) -> list[BesidePlain]:
+    found = await profiles_sglang.measured(asked.model, asked.work, options, SCORED_TOKENS)
+    return [
+        await asked.judged(
+            {
+                "profile": name or profiles_sglang.PLAIN,
+                "gap": f"{one.gap_mean:.2g}",
+                "prepare ms": f"{1e3 * one.prepare_s:.0f}",
+                "commit ms": f"{1e3 * one.commit_s:.1f}",
+            },
+            one.runs,
+            found[""].runs,
+            options.max_tokens,
+        )
+        for name, one in found.items()
+    ]
+
+
+ENGINES = {"embedded": _embedded, "sglang": _sglang}
 
 
 def turns(one: TimedRun, codec: TextCodec, max_tokens: int) -> list[TextTurn]:
@@ -103,15 +198,7 @@ def _engine(model: Path, profile: str, options: argparse.Namespace) -> Engine:
     return build_embedded(EmbeddedSpec.model_validate(settings))
 
 
-def _row(
-    report: ProfileReport,
-    runs: Sequence[TimedRun],
-    plain: Sequence[TimedRun],
-    right: float,
-    plain_right: float,
-) -> Row:
-    speed = rate_ratio(runs, plain)
-    retention = right / plain_right if plain_right else 0.0
+def _of_report(report: ProfileReport) -> Row:
     errors = [one.relative for one in report.matrices]
     return {
         "profile": report.profile or report.dtype,
@@ -119,9 +206,6 @@ def _row(
         "gap": f"{report.gap_mean:.2g}",
         "KL": f"{report.divergence:.2g}",
         "MiB": f"{report.bytes / 2**20:.2f}",
-        "speed": str(speed),
-        "accuracy": f"{right:.3f}",
-        "speed x retention": f"{speed.value * retention:.3f}",
         "prepare ms": f"{1e3 * report.prepare_s:.0f}",
         "commit ms": f"{1e3 * report.commit_s:.1f}",
     }

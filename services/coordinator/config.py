@@ -173,6 +173,10 @@ class CoordinatorConfig(ServiceConfig):
     """Profiles that an operator may have the policy rounded to while the run goes on (`paceline
     use-profile`), besides the one of the start and none.
     """
+    profile_stays: bool = False
+    """Sets keep the profile of the start, whatever an operator or the audit says, because the
+    engine was started with it: `paceline` sets it where SGLang has one.
+    """
     max_groups_in_flight: int = Field(default=0, ge=0)
     """Groups that are rolled out at once, in fully_async; 0: as many as max_policy_lag allows."""
     training_interval_steps: int = Field(default=10, ge=1)
@@ -379,6 +383,7 @@ class CoordinatorConfig(ServiceConfig):
             max_groups_in_flight=self.max_groups_in_flight,
             dynamic_sampling_rounds=self.dynamic_sampling_rounds,
             profiles=self.profiles,
+            profile_stays=self.profile_stays,
         )
 
 

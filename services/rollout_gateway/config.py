@@ -38,6 +38,12 @@ class EngineConfig(ModelSettings):
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
+    @property
+    def profile(self) -> str:
+        """Setting of what the policy of the start is rounded to; "": not rounded."""
+        own = {"embedded": self.embedded.profile, "sglang": self.sglang.profile}
+        return own.get(self.kind, "")
+
 
 class SpeculationConfig(Config):
     """Arms and who chooses among them."""

@@ -21,6 +21,4 @@ def open_spool(kind: type[S], directory: Path, config: GatewayConfig) -> S:
     drafter = Path(config.drafter)
     if drafter.is_dir() and (drafter / "config.json").is_file():
         initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
-    engine = config.engine
-    profile = profile_name(engine.embedded.profile) if engine.kind == "embedded" else ""
-    return kind(directory, initial=initial, profile=profile)
+    return kind(directory, initial=initial, profile=profile_name(config.engine.profile))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,8 +93,14 @@ def test_weights_are_loaded_between_two_rounds_in_measured_time(client: WorkerCl
     assert client.ask(get_health=pb.GetHealth()).health.versions.policy == 1
 
 
-def test_layers_in_fp8_take_a_version_as_if_they_had_begun_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rounding", [{"arguments": {"quantization": "fp8"}}, {"profile": "int8_w8a8"}]
+)
+def test_layers_that_are_rounded_take_a_version_as_if_they_had_begun_with_it(
+    rounding: dict[str, Any], tmp_path: Path
+) -> None:
     """Captured graphs read the storages that are written over."""
+    profile = str(rounding.get("profile", ""))
     said = []
     for number, start in enumerate(("policy_trained", "policy_start")):
         spec = SGLangSpec(
@@ -101,7 +108,7 @@ def test_layers_in_fp8_take_a_version_as_if_they_had_begun_with_it(tmp_path: Pat
             dtype="bfloat16",
             device="cuda",
             max_sequence_tokens=256,
-            arguments={"quantization": "fp8"},
+            **rounding,
         )
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -109,10 +116,13 @@ def test_layers_in_fp8_take_a_version_as_if_they_had_begun_with_it(tmp_path: Pat
         try:
             before = tokens(one, 1, "off")
             prepare = pb.PrepareWeights(
-                target=pb.WEIGHT_TARGET_POLICY, version=1, path=str(DEMO / "policy_start")
+                target=pb.WEIGHT_TARGET_POLICY,
+                version=1,
+                path=str(DEMO / "policy_start"),
+                profile=profile,
             )
             one.ask(prepare_weights=prepare)
-            versions = tpb.VersionSet(seq=1, policy=1)
+            versions = tpb.VersionSet(seq=1, policy=1, profile=profile)
             one.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_RETRACT))
             said.append((before, tokens(one, 2, "off")))
         finally:

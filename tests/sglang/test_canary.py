@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
-from integration.gateway.commands import commit, lease, note_commands, until_serving, workers
+from integration.gateway.commands import commit, note_commands, until_serving, workers
 from sglang_served import DEMO, greedy, load_oracle
-from transformers import AutoTokenizer
+from sglang_sets import DRAFTER, POLICY, QUESTIONS, START_S, demo_tensors, filled, prompts, pushed
 
 from paceline.config import SecurityConfig
 from paceline.errors import WeightsError
@@ -23,22 +22,16 @@ from paceline.local.patience import patient
 from paceline.rpc import channel
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.server import running
-from paceline.tensors import NamedTensor, decode_safetensors, from_numpy
 from paceline.trajectory import VersionSet
-from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
-from paceline.weights import build_manifest, push_weights
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-POLICY, DRAFTER = pb.WEIGHT_TARGET_POLICY, pb.WEIGHT_TARGET_DRAFTER
-START_S = 180
-QUESTIONS = ("48:36=", "91:35=")
 Answer = tuple[list[int], set[int]]
 
 
@@ -73,37 +66,11 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Simp
         )
 
 
-def demo_tensors(name: str) -> dict[str, NamedTensor]:
-    """Of a checkpoint of the demo."""
-    return decode_safetensors((DEMO / name / "model.safetensors").read_bytes())
-
-
-def filled(tensor: NamedTensor, value: float) -> NamedTensor:
-    """The tensor with one number everywhere."""
-    return from_numpy(tensor.name, np.full(tensor.shape, value, dtype=np.float32))
-
-
-async def pushed(served: Any, target: int, tensors: dict[str, NamedTensor]) -> VersionSet:
-    """The set that the tensors, under a new version, make with what serves."""
-    number = next(served.numbers)
-    found = list(tensors.values())
-    manifest = build_manifest(target, number, found, lm_head_hash=f"{number:016x}")
-    await push_weights(served.channel, manifest, found, lease(served))
-    if target == POLICY:
-        return VersionSet(number, number, served.serving.drafter)
-    return VersionSet(number, served.serving.policy, number)
-
-
 async def take(served: Any, versions: VersionSet) -> None:
     """Commit a set that passes."""
     await commit(served, versions)
     served.serving = versions
     await until_serving(served, [(versions.policy, versions.drafter)] * 2)
-
-
-def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "policy_trained")
-    return [tokenizer.encode(question) for question in QUESTIONS]
 
 
 async def said(served: Any, prompt: list[int], count: int) -> Answer:

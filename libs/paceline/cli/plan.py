@@ -81,6 +81,8 @@ def plan_run(
     lines = _memory(found, ranks, gpus)
     chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
+    stays = gateway.engine.kind == "sglang" and gateway.engine.sglang.profile
+    chosen += ["coordinator.profile_stays=true"] if stays else []
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     return Checked(lines, chosen, start_s, coordinator.steps)
@@ -133,7 +135,7 @@ def _check_profiles(engine: Any, profiles: Sequence[str]) -> None:
     """Raises ConfigError where the engine cannot change to what an operator may choose."""
     if profiles and engine.kind == "sglang":
         raise ConfigError(
-            "SGLang rounds as it was started; unset coordinator.profiles",
+            "SGLang keeps the profile that it was started with; unset coordinator.profiles",
             seen=f"gateway.engine.kind={engine.kind}",
             allowed="embedded",
         )
@@ -147,10 +149,7 @@ def _check_correction(gateway: Any, policy: Any, profiles: Sequence[str]) -> Non
     drawn, settings = engine.dtype, [f"gateway.engine.dtype={engine.dtype}"]
     rounded = {
         "embedded": {"profile": engine.embedded.profile} if engine.embedded.profile else {},
-        "sglang": {
-            f"arguments.{name}": value
-            for name, value in engine.sglang.rounding(engine.dtype).items()
-        },
+        "sglang": engine.sglang.rounding(engine.dtype),
     }.get(engine.kind, {})
     if rounded:
         drawn = "+".join(rounded.values())
@@ -225,6 +224,8 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
         memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
+        own.check_dtype(engine.dtype)
+        own.check_model(model.experts)
     if engine.kind == "sglang" and own.device != "cpu" and gpus:
         plan = memory_plan.sglang_plan(
             model,
@@ -237,7 +238,6 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
         return plan, True
     slots = engine.max_batch + (engine.embedded.prefix_slots if engine.kind == "embedded" else 0)
     tokens = min(engine.max_sequence_tokens, model.max_position_embeddings)
-    rounded = engine.kind == "embedded" and bool(engine.embedded.profile)
     return memory_plan.embedded_plan(
         model,
         workers=workers,
@@ -245,7 +245,7 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
         tokens=tokens,
         item=item,
         saver=engine.embedded.memory_saver,
-        matrix_item=1 if rounded else 0,  # every profile has eight bits
+        matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     ), False
 
 

@@ -86,7 +86,10 @@ def _against_drafter(state: State, event: events.DrafterChosen) -> Objection | N
 def _against_profile(state: State, event: events.ProfileChosen) -> Objection | None:
     if not _commits_follow(state):
         return Objection("no commit follows in this run", state.doing, "a step that is to end")
-    known = ("", state.versions.profile, *state.settings.profiles)
+    serving, settings = state.versions.profile, state.settings
+    if settings.profile_stays and event.profile != serving:
+        return Objection("the engine cannot leave the profile of its start", event.profile, serving)
+    known = ("", serving, *settings.profiles)
     if event.profile not in known:
         named = ", ".join(sorted({one for one in known if one})) or "none"
         allowed = f"coordinator.profiles: {named}"
@@ -135,8 +138,10 @@ def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
 
 def due_profile(state: State) -> str:
     """What the next policy is rounded to: the chosen profile, else the serving one, unless the
-    audit found it inexact.
+    audit found it inexact and the engine can go without it.
     """
+    if state.settings.profile_stays:
+        return state.versions.profile
     wanted = state.versions.profile if state.profile is None else state.profile
     return "" if NUMBERS_PATH + wanted in state.quarantined else wanted
 

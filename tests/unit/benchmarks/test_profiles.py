@@ -10,6 +10,8 @@ import uvloop
 
 from benchmarks import profiles
 from benchmarks.engine.runs import Decoded, TimedRun
+from benchmarks.result import BenchResult
+from paceline.errors import InvalidInput
 from paceline.models.profiles import ROUNDED
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.profile_accuracy import accuracy
@@ -18,20 +20,43 @@ from paceline.tasks import Task
 DEMO = Path("examples/demo")
 
 
+def measured(engines: str) -> BenchResult:
+    """A small run of the bench."""
+    parser = argparse.ArgumentParser()
+    profiles.add_arguments(parser)
+    words = ["--prompts", "2", "--batch", "2", "--max-tokens", "4", "--pairs", "1"]
+    return uvloop.run(profiles.run(parser.parse_args([*words, "--engines", engines])))
+
+
 @pytest.mark.slow
 def test_every_profile_has_a_row_beside_the_engine_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(profiles, "SCORED_TOKENS", 4)
-    parser = argparse.ArgumentParser()
-    profiles.add_arguments(parser)
-    words = ["--prompts", "2", "--batch", "2", "--max-tokens", "4", "--pairs", "1"]
-    result = uvloop.run(profiles.run(parser.parse_args(words)))
+    result = measured("embedded")
+    assert len(result.goals) == len(ROUNDED)
     assert [row["profile"] for row in result.rows] == ["float32", *ROUNDED]
     plain, *others = result.rows
     assert plain["speed"] == "1.000 [1.000, 1.000]"
     assert all(float(str(row["MiB"])) < float(str(plain["MiB"])) / 3 for row in others)
     assert all(float(str(row["gap"])) > 100 * float(str(plain["gap"])) for row in others)
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.timeout(600)
+def test_sglangs_profile_has_a_row_beside_sglang_without_one() -> None:
+    plain, rounded = measured("sglang").rows
+    assert (plain["engine"], plain["profile"]) == ("sglang", "bfloat16")
+    assert (rounded["engine"], rounded["profile"]) == ("sglang", "int8_w8a8")
+    assert plain["speed"] == "1.000 [1.000, 1.000]"
+    assert 0 < float(str(plain["gap"])) < 0.05
+    assert 0 < float(str(rounded["gap"])) < 0.2
+
+
+def test_an_engine_that_has_no_profiles_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match="seen: vllm; allowed: embedded, sglang"):
+        measured("embedded,vllm")
 
 
 async def test_an_answer_that_came_to_no_end_is_not_right() -> None:

@@ -257,6 +257,11 @@ COARSE = (
         (f"gateway.engine.sglang.arguments.{argument}", "gateway.engine.kind=sglang")
         for argument in ("quantization=fp8", "kv_cache_dtype=fp8_e5m2", "kv_cache_dtype=bf16")
     ),
+    (
+        "gateway.engine.sglang.profile=int8_w8a8",
+        "gateway.engine.kind=sglang",
+        "gateway.engine.dtype=bfloat16",
+    ),
     ("gateway.engine.embedded.profile=int8", "policy_trainer.compute_dtype=bfloat16"),
 )
 
@@ -282,6 +287,16 @@ def test_profiles_to_choose_from_need_an_engine_that_changes_to_them() -> None:
         planned("coordinator.profiles=['int8']", "gateway.engine.kind=sglang")
     with pytest.raises(ConfigError, match=r"no such profile; seen: int4; allowed: .*int8"):
         planned("coordinator.profiles=['int4']")
+
+
+def test_sets_of_an_engine_that_cannot_leave_its_profile_keep_it() -> None:
+    sglang = ("gateway.engine.kind=sglang", "gateway.engine.sglang.profile=int8_w8a8")
+    bf16 = ("gateway.engine.dtype=bfloat16", "policy_trainer.algorithm.name=decoupled")
+    stays = "coordinator.profile_stays=true"
+    assert stays in planned(*sglang, *bf16).overrides
+    assert stays not in planned("gateway.engine.embedded.profile=int8", *bf16).overrides
+    with pytest.raises(ConfigError, match=r"not served in .*dtype; seen: float32; .*bfloat16"):
+        planned(*sglang, "policy_trainer.algorithm.name=decoupled")
 
 
 def test_numbers_that_are_those_of_the_trainer_need_none(monkeypatch: pytest.MonkeyPatch) -> None:

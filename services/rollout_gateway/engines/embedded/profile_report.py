@@ -190,15 +190,17 @@ def _compared(
 ) -> ScoredTokens:
     ids = torch.tensor([(*prompt, *chunk.token_ids)])
     drawn = torch.tensor(chunk.token_ids)[:, None]
-    wanted, seen = (_logprobs(one, ids, len(prompt)) for one in (exact, weights))
+    wanted, seen = (logprobs(one, ids, len(prompt)) for one in (exact, weights))
     told = torch.tensor(chunk.behavior_logprobs, dtype=torch.float32)
     return ScoredTokens(
         (told - wanted.gather(1, drawn)[:, 0]).abs(), (seen.exp() * (seen - wanted)).sum(dim=1)
     )
 
 
-def _logprobs(weights: DecoderWeights, ids: Tensor, prompt: int) -> Tensor:
-    """Of every token at the positions of the response, float32 [T, V]; ids int64 [1, L]."""
+def logprobs(weights: DecoderWeights, ids: Tensor, prompt: int) -> Tensor:
+    """Of every token of the vocabulary at the positions of the response, float32 [T, V], in nats;
+    ids int64 [1, L]: a prompt of so many tokens and the response.
+    """
     config: ModelConfig = weights.config
     length, device = ids.shape[1], weights.head.device
     cache = StaticCache(

@@ -105,6 +105,12 @@ HOOK_POINTS = (
         "capture.full_rows",
     ),
     HookPoint(
+        "model_loader.loader.DefaultModelLoader.load_weights_only",
+        "AROUND",
+        "int8.loading",
+        "model, weights, target_device",
+    ),
+    HookPoint(
         "model_loader.loader.DefaultModelLoader.postprocess_weights",
         "AROUND",
         "rounded.postprocessed",

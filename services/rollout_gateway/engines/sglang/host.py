@@ -27,7 +27,7 @@ from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_pa
 from paceline.models.config import read_config, read_config_json
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from paceline.services.rollout_gateway.engines.sglang.spec import SGLangSpec
+from paceline.services.rollout_gateway.engines.sglang.spec import QUANTIZATION, SGLangSpec
 from paceline.services.rollout_gateway.engines.worker.peer import Peer
 from paceline.services.rollout_gateway.engines.worker.process import begin
 from paceline.services.rollout_gateway.engines.worker.spec import (
@@ -118,7 +118,17 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
     else:
         values |= cpu_arguments(spec)
 
-    return values | speculation(spec) | spec.arguments
+    return values | quantization(spec) | speculation(spec) | spec.arguments
+
+
+def quantization(spec: SGLangSpec) -> dict[str, Any]:
+    """How SGLang rounds the policy; what drafts is not rounded."""
+    if not spec.profile:
+        return {}
+    return {
+        "quantization": QUANTIZATION[spec.profile],
+        "speculative_draft_model_quantization": "unquant",
+    }
 
 
 def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
@@ -201,6 +211,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     spec = SGLangSpec.model_validate(worker.engine)
     model = read_config(Path(spec.model_dir), experts=True)
     check_experts(model, spec.tensor_parallel_size, spec.expert_parallel_size)
+    spec.check_model(model.experts)
     import torch
 
     cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())

@@ -18,7 +18,9 @@ from paceline.services.rollout_gateway.engines.settings import ModelSpec
 from paceline.services.rollout_gateway.engines.sglang.refused import check_arguments
 from paceline.speculators.kinds import SGLANG, drafter_directory
 
-_WEIGHTS, _CACHE = "quantization", "kv_cache_dtype"
+_PROFILE, _WEIGHTS, _CACHE = "profile", "arguments.quantization", "arguments.kv_cache_dtype"
+QUANTIZATION = {"int8_w8a8": "w8a8_int8"}
+"""What SGLang calls the profiles that it has."""
 _SHORT = {"bfloat16": "bf16"}
 """What SGLang's cache takes for the same."""
 
@@ -40,6 +42,12 @@ class SGLangConfig(Config):
     """Weights and KV cache can be released between steps (GPU)."""
     drafter_swap: Literal["in_place", "retract"] = "in_place"
     """What a new drafter does to running requests."""
+    profile: Literal["", "int8_w8a8"] = ""
+    """Round the decoder layers' matrices to int8, the first policy's and every version's, and
+    activations per token, as SGLang's method w8a8_int8 does; sets then have this profile, which
+    stays until the engine is started anew. Needs engine.dtype=bfloat16 and the extra `int8`. "":
+    they stay in `dtype`.
+    """
     router: str = Field(default="", pattern=r"^(https?://\S+)?$")
     """URL of an SGLang router whose list the gateway stands in while it serves; empty: none."""
     router_key_env: str = "PACELINE_ROUTER_KEY"
@@ -54,6 +62,13 @@ class SGLangConfig(Config):
     @model_validator(mode="after")
     def _one_scheduler_decides(self) -> Self:
         check_arguments(self.arguments)
+        if self.profile and self.arguments.get("quantization"):
+            raise ConfigError(
+                "gateway.engine.sglang.profile chooses how SGLang rounds; unset "
+                "gateway.engine.sglang.arguments.quantization",
+                seen=self.arguments["quantization"],
+                allowed=f"none beside profile={self.profile}",
+            )
         if self.tensor_parallel_size % self.expert_parallel_size:
             raise ConfigError(
                 "gateway.engine.sglang.expert_parallel_size does not divide tensor_parallel_size",
@@ -70,11 +85,34 @@ class SGLangConfig(Config):
             )
         return self
 
+    def check_dtype(self, dtype: str) -> None:
+        """Raises ConfigError where a profile cannot be served in a dtype."""
+        if self.profile and dtype != "bfloat16":
+            raise ConfigError(
+                f"gateway.engine.sglang.profile={self.profile} is not served in this "
+                "gateway.engine.dtype",
+                seen=dtype,
+                allowed="bfloat16",
+            )
+
+    def check_model(self, experts: int) -> None:
+        """Raises ConfigError where a profile cannot be served of a model with so many experts."""
+        if self.profile and experts:
+            raise ConfigError(
+                f"gateway.engine.sglang.profile={self.profile} rounds no experts",
+                seen=f"{experts} experts a layer",
+                allowed="a model without experts, or gateway.engine.sglang.arguments.quantization",
+            )
+
     def rounding(self, dtype: str) -> dict[str, str]:
-        """The arguments by which SGLang keeps weights, or keys and values, in other numbers than
-        `dtype`, by its names.
+        """The settings by which SGLang keeps weights, or keys and values, in other numbers than
+        `dtype`, and what it calls these.
         """
-        named = {name: str(self.arguments.get(name) or "") for name in (_WEIGHTS, _CACHE)}
+        named = {
+            _PROFILE: self.profile,
+            _WEIGHTS: str(self.arguments.get("quantization") or ""),
+            _CACHE: str(self.arguments.get("kv_cache_dtype") or ""),
+        }
         kept = ("", "auto", dtype, _SHORT.get(dtype, dtype))
         return {name: value for name, value in named.items() if value not in kept}
 
@@ -85,11 +123,17 @@ class SGLangSpec(SGLangConfig, ModelSpec):
     prefill_tokens: int = Field(default=2048, ge=16)
     """Prompt tokens of one prefill; SGLang's chunks are no shorter than 16."""
 
+    @model_validator(mode="after")
+    def _multiplied_in_dtype(self) -> Self:
+        self.check_dtype(self.dtype)
+        return self
+
     @property
     def number_format(self) -> str:
-        """What the policy computes with: fp8, bfloat16+kv_fp8_e5m2 ..."""
+        """What the policy computes with: int8_w8a8, fp8, bfloat16+kv_fp8_e5m2 ..."""
         rounding = self.rounding(self.dtype)
-        weights, cache = rounding.get(_WEIGHTS, self.dtype), rounding.get(_CACHE)
+        weights = rounding.get(_PROFILE) or rounding.get(_WEIGHTS, self.dtype)
+        cache = rounding.get(_CACHE)
         return f"{weights}+kv_{cache}" if cache else weights
 
     @property

@@ -235,3 +235,14 @@ def test_the_profile_of_the_start_may_be_left_and_not_taken_again_unless_it_is_n
     state, sets = sets_of_a_step(chosen(state, NONE))
     assert sets == [VersionSet(4, 1, 7)]
     assert objection(state, INT8) is not None
+
+
+def test_a_profile_that_the_engine_cannot_leave_stays_whoever_wants_another() -> None:
+    settings = replace(SETTINGS, profile_stays=True)
+    state = step(State(), events.RunStarted(0, settings, VersionSet(3, 0, 7, "int8_w8a8")))[0]
+    state = step(state, events.StepBegan(1, 0))[0]
+    against = objection(state, NONE)
+    assert against is not None
+    assert (against.seen, against.allowed) == ("", "int8_w8a8")
+    paths = events.PathsBeyondBound(2, state.learner.epoch, ("numbers=int8_w8a8",))
+    assert sets_of_a_step(chosen(state, paths))[1] == [VersionSet(4, 1, 7, "int8_w8a8")]

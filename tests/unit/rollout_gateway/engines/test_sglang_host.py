@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from paceline.config import load_config
@@ -164,10 +165,42 @@ def test_what_sglang_rounds_to_is_the_number_format_of_its_tokens() -> None:
 
     assert format_of() == "bfloat16"
     assert format_of(quantization="w8a8_int8") == "w8a8_int8"
+    int8 = spec(dtype="bfloat16", profile="int8_w8a8")
+    assert int8.number_format == "int8_w8a8"
     assert format_of(kv_cache_dtype="fp8_e5m2") == "bfloat16+kv_fp8_e5m2"
     assert format_of(kv_cache_dtype="fp8_e4m3", quantization="fp8") == "fp8+kv_fp8_e4m3"
     for same in ("auto", "bf16", "bfloat16"):
         assert format_of(kv_cache_dtype=same) == "bfloat16"
+
+
+def test_a_profile_is_sglangs_own_method_and_leaves_what_drafts_alone() -> None:
+    found = host.arguments(spec(dtype="bfloat16", profile="int8_w8a8"), worker_index=0, cuda=False)
+    assert found["quantization"] == "w8a8_int8"
+    assert found["speculative_draft_model_quantization"] == "unquant"
+    assert "quantization" not in host.arguments(spec(), worker_index=0, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"dtype": "float32"}, "seen: float32; allowed: bfloat16"),
+        ({"arguments": {"quantization": "fp8"}}, "seen: fp8; allowed: none beside"),
+        ({"profile": "fp8_channel"}, "int8_w8a8"),
+    ],
+)
+def test_a_profile_that_sglang_cannot_serve_so_is_refused_by_name(
+    settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises((ConfigError, ValidationError), match=match):
+        spec(**{"dtype": "bfloat16", "profile": "int8_w8a8", **settings})
+
+
+def test_a_profile_rounds_no_experts() -> None:
+    int8 = spec(dtype="bfloat16", profile="int8_w8a8")
+    int8.check_model(0)
+    spec().check_model(8)
+    with pytest.raises(ConfigError, match=r"rounds no experts; seen: 8 experts a layer"):
+        int8.check_model(8)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def register() -> None:
 
     from paceline.services.rollout_gateway.engines.sglang.plugin import (
         capture,
+        int8,
         loop,
         rounded,
         rounds,
@@ -35,7 +36,7 @@ def register() -> None:
     )
     from paceline.services.rollout_gateway.engines.sglang.plugin.process import Plugin
 
-    hooked = (loop, sampling, capture, rounds, rounded)
+    hooked = (loop, sampling, capture, rounds, rounded, int8)
     modules = {module.__name__.rpartition(".")[2]: module for module in hooked}
     plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
     for point in HOOK_POINTS:

@@ -120,8 +120,10 @@ class SchedulerEngine:
         self._plugin.scheduler.continue_generation(asked)
 
     def prepare_weights(self, target: Target, version: int, path: Path, profile: str = "") -> None:
-        """SGLang rounds as it was started, which sets of ours do not name."""
-        if profile:
+        """A policy under the profile that SGLang was started with; it has no second copy to change
+        by.
+        """
+        if target is Target.POLICY and profile != self._plugin.spec.profile:
             raise missing("sglang", Capability.PROFILES)
         self._plugin.weights.prepare(target, version, path, self._tried)
 

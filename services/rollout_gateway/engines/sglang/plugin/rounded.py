@@ -1,5 +1,5 @@
-"""New weights for layers that SGLang rounds after it has loaded them (`quantization = "fp8"`), in
-the storages that serve, so that captured CUDA graphs read them.
+"""New weights for layers that SGLang lays out anew after it has loaded them (`quantization =
+"fp8"`, the profile int8_w8a8), in the storages that serve, so that captured CUDA graphs read them.
 
 Rounding replaces a layer's parameters by others of another layout, which SGLang's loaders do not
 know. Two records mend that (FlashRL; Liu et al. 2025): the parameters as they are loaded, kept
@@ -11,7 +11,7 @@ back; a decoder layer at a time, so that no more than one is there twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_RECORD = "paceline_rounded"
+from paceline.errors import WeightsError
+
+_RECORD, _LOADABLE = "paceline_rounded", "paceline_loadable"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -49,6 +51,7 @@ class Loaded:
 
 Record = dict[str, dict[str, Loaded]]
 """By module and parameter."""
+Pairs = Iterable[tuple[str, Tensor]]
 
 
 def postprocessed(
@@ -76,6 +79,11 @@ def postprocessed(
         setattr(model, _RECORD, record)
 
 
+def take_as(model: nn.Module, loadable: Callable[[Pairs], Pairs]) -> None:
+    """Has an update load what `loadable` makes of a version's tensors; may raise WeightsError."""
+    setattr(model, _LOADABLE, loadable)
+
+
 def rounds(model: nn.Module) -> bool:
     """Whether SGLang replaced parameters after it had loaded them."""
     return hasattr(model, _RECORD)
@@ -93,7 +101,10 @@ def update(model: Any, tensors: Mapping[str, Tensor]) -> None:
         own = _of_layer(record, layer)
         serving = {name: _parameters(modules[name]) for name in own}
         _open(modules, own)
-        model.load_weights(list(part.items()))
+        try:
+            _load(model, part)
+        except WeightsError as error:  # no refusal: layers before this one are new
+            raise RuntimeError(str(error)) from error
         for name, loaded in own.items():
             _round(name, modules[name], serving[name])
             for one in loaded.values():
@@ -111,6 +122,8 @@ class NotFinite(NamedTuple):
 def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> NotFinite | None:
     """Rounds a version as `update` does, a layer at a time, and keeps nothing of it: the first
     parameter that is not finite then, such as a scale, or None. What serves stays as it is.
+
+    Raises WeightsError where a profile finds it so.
     """
     record: Record = getattr(model, _RECORD)
     modules = dict(model.named_modules())
@@ -121,7 +134,7 @@ def not_finite(model: Any, tensors: Mapping[str, Tensor]) -> NotFinite | None:
         with _elsewhere({k: m for k, m in modules.items() if _layer_of(f"{k}.") == layer}):
             _open(modules, own)
             try:
-                model.load_weights(list(part.items()))
+                _load(model, part)
                 for name in own:
                     module: Any = modules[name]
                     module.quant_method.process_weights_after_loading(module)
@@ -161,6 +174,11 @@ def _open(modules: Mapping[str, nn.Module], own: Record) -> None:
         for key, one in loaded.items():
             one.fill(device)
             modules[name]._parameters[key] = one.parameter
+
+
+def _load(model: Any, part: Mapping[str, Tensor]) -> None:
+    as_loaded = getattr(model, _LOADABLE, None)
+    model.load_weights(list(as_loaded(part.items()) if as_loaded else part.items()))
 
 
 def _first_wrong(name: str, module: nn.Module) -> NotFinite | None:

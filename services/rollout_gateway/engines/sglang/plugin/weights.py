@@ -101,7 +101,8 @@ class PluginWeights:
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
         self._unloaded: dict[Target, dict[str, Tensor]] = {}
         """Tensors of the serving set that the device does not hold yet."""
-        self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions()
+        self._profile = spec.profile
+        self.prepared: PreparedVersions[PreparedTensors] = PreparedVersions(spec.profile)
         self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
     @property
@@ -145,7 +146,8 @@ class PluginWeights:
         self.ranks.agree(wrong)
         tried(target, tensors)
         shift = read_shift(path) if target is Target.DRAFTER else None
-        self.prepared.put(target, version, PreparedTensors(tensors, shift))
+        profile = self._profile if target is Target.POLICY else ""
+        self.prepared.put(target, version, PreparedTensors(tensors, shift), profile)
 
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none
