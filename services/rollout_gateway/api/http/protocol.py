@@ -15,8 +15,8 @@ MAX_FIELDS = 256
 """Headers and trailers of a request."""
 MAX_LATE_BYTES = 16 << 20
 """Of a body that are thrown away after its answer, so that the client finishes and reads it."""
-PARTS = "paceline.parts"
-"""The ASGI extension whose value is the BodyParts of a request."""
+PARTS, BODY = "paceline.parts", "body"
+"""The ASGI extension, and what of it holds the BodyParts of a request."""
 
 
 class BodyParts:
@@ -85,4 +85,4 @@ class BoundedProtocol(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not None and self.cycle is not before:
-            self.cycle.scope["extensions"] = {PARTS: BodyParts(self.cycle)}
+            self.cycle.scope["extensions"] = {PARTS: {BODY: BodyParts(self.cycle)}}

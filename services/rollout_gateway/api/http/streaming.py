@@ -17,7 +17,7 @@ from paceline.services.rollout_gateway.api.http import bodies
 from paceline.services.rollout_gateway.api.http.answers import Answers, B, Event
 from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
 from paceline.services.rollout_gateway.api.http.model_names import check_model
-from paceline.services.rollout_gateway.api.http.protocol import PARTS, BodyParts
+from paceline.services.rollout_gateway.api.http.protocol import BODY, PARTS, BodyParts
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 
 STREAM_QUEUE = 64
@@ -61,7 +61,7 @@ class EventStream(Response):
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
                 await send({"type": "http.response.body", "body": first, "more_body": True})
-                if (parts := scope.get("extensions", {}).get(PARTS)) is not None:
+                if (parts := scope.get("extensions", {}).get(PARTS, {}).get(BODY)) is not None:
                     self._on_parts(parts)
                 async for data in source:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
