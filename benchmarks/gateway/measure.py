@@ -198,6 +198,11 @@ def work_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> 
                     "front": one.front.name,
                     "requests/s": median(run["requests_per_s"] for run in runs),
                     "CPU ms/request": median(run["cpu_ms_per_request"] for run in runs),
+                    "CPU us/chunk": median(
+                        1e3 * run["cpu_ms_per_request"] / run["chunks_per_request"]
+                        for run in runs
+                        if run["chunks_per_request"]
+                    ),
                     "chunks/request": median(run["chunks_per_request"] for run in runs),
                     "right": sum(run["right"] for run in runs),
                     "wrong": sum(run["wrong"] for run in runs),

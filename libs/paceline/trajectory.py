@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import zip_longest
@@ -83,12 +83,43 @@ Span = TypeVar("Span", VersionSpan, DrawSpan)
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Neighbours that are alike but for their place as one."""
-    found: list[Span] = []
+    listed = tuple(spans)
+    if len(listed) < 2:
+        return listed
+    return tuple(
+        one if one.end == end else replace(one, end=end)
+        for one, end in runs(type(listed[0]), listed)
+    )
+
+
+def runs(kind: type[Any], spans: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """The first of neighbours that are alike but for their place, and where the last of them ends.
+
+    spans: of this kind, or anything with its fields, such as messages: a streamed response brings
+    two a chunk, and to make a noun of each costs more than to look at it.
+    """
+    about = _about(kind)
+    first, seen, end = None, None, 0
     for span in spans:
-        if found and found[-1] == replace(span, start=found[-1].start, end=span.start):
-            span = replace(span, start=found.pop().start)
-        found.append(span)
-    return tuple(found)
+        found = about(span)
+        if first is None or span.start != end or found != seen:
+            if first is not None:
+                yield first, end
+            first, seen = span, found
+        end = span.end
+    if first is not None:
+        yield first, end
+
+
+_ABOUT: dict[type[Any], Callable[[Any], Any]] = {}
+
+
+def _about(kind: type[Any]) -> Callable[[Any], Any]:
+    """Reads what a span says of its tokens."""
+    if kind not in _ABOUT:
+        names = [one.name for one in fields(kind) if one.name not in ("start", "end")]
+        _ABOUT[kind] = attrgetter(*names)
+    return _ABOUT[kind]
 
 
 def added(one: Any, other: Any) -> Any:

@@ -296,9 +296,10 @@ class GatewayConfig(ServiceConfig):
     trajectories: bool | None = None
     """Write ledger, trajectories and features to Redis; empty: in a run, not by itself."""
     replicas: int = Field(default=1, ge=1)
-    """Processes that share the gateway's workers, sessions and tasks behind its addresses, on one
-    host; with several a thin process in front of them holds the addresses and the spool. Each
-    needs a worker, of which it lends out all but the last in open traffic.
+    """Processes (elsewhere called fronts, or API servers) that share the gateway's workers,
+    sessions and tasks behind its addresses, on one host; with several a thin process in front of
+    them holds the addresses and the spool. Each needs a core, and a worker, of which it lends out
+    all but the last in open traffic.
     """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()

@@ -69,6 +69,18 @@ def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPla
     ]
 
 
+def check_cores(config: GatewayConfig, cores: int) -> None:
+    """Raises ConfigError for more replicas than cores: each keeps one busy with streams, and those
+    that take turns on one make every stream wait.
+    """
+    if config.replicas > cores:
+        raise ConfigError(
+            "gateway.replicas: each replica needs a core",
+            seen=f"{config.replicas} replicas, {cores} usable cores",
+            allowed=f"at most {cores}",
+        )
+
+
 def inside(security: SecurityConfig) -> SecurityConfig:
     """Of connections between head and replicas: sockets in a private directory need no TLS."""
     return security.model_copy(update={"tls_cert": "", "tls_key": "", "tls_ca": ""})

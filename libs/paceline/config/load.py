@@ -165,12 +165,17 @@ def _unknown(
             yield from _unknown(children, value, f"{prefix}{key}.")
 
 
+_ELSEWHERE = {"fronts": "replicas", "api_server_count": "replicas"}
+"""Settings of ours by the names that others have for what they do."""
+
+
 def _nearest(key: str, known: Sequence[str]) -> str:
     """ "; nearest: ..." or nothing.
 
     A last part that fits exactly wins over likeness of the whole key.
     """
     ends = {k.rpartition(".")[2]: k for k in reversed(known)}
+    key = _ELSEWHERE.get(key, key)
     if key in ends:
         return f"; nearest: {ends[key]}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -169,10 +169,27 @@ class Call:
                             self._record(generation)
                         yield piece
         finally:
-            if self.generation is not None and not self._recorded:
-                engine.abort(self.generation)
+            if self.generation is not None:
+                self.generation.tell_at_once(None)
+                if not self._recorded:
+                    engine.abort(self.generation)
             if plan.session is not None and not self._recorded:
                 plan.session.end(len(plan.new_ids), None)
+
+    def tell_at_once(self, ready: Callable[[], bool], give: Callable[[Piece], None]) -> None:
+        """From now on `give` gets the pieces, but for the last, as the engine's news come, while
+        `ready` and nothing waits to be drawn from `pieces`, which gives the others. Call it between
+        two of them.
+        """
+        assert self.generation is not None
+
+        def take(chunk: pb.TokenChunk) -> bool:
+            if not ready():
+                return False
+            give(self._take(chunk))
+            return True
+
+        self.generation.tell_at_once(take)
 
     async def run(self) -> Call:
         """To the end, without streaming."""

@@ -143,11 +143,14 @@ class Delta:
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> Delta:
-        """Several as one."""
+        """Several as one, those that say nothing left out."""
+        said = [one for one in deltas if one.content or one.reasoning or one.tool_calls]
+        if len(said) == 1:
+            return said[0]
         return cls(
-            "".join(delta.content for delta in deltas),
-            "".join(delta.reasoning for delta in deltas),
-            tuple(call for delta in deltas for call in delta.tool_calls),
+            "".join([one.content for one in said]),
+            "".join([one.reasoning for one in said]),
+            tuple(call for one in said for call in one.tool_calls),
         )
 
 

@@ -104,7 +104,7 @@ class ChatParser:
 
     def _next(self) -> Delta:
         next(self._reading, None)
-        delta = Delta.of(self._news)
+        delta = self._news[0] if len(self._news) == 1 else Delta.of(self._news)
         self._news.clear()
         self.deltas.append(delta)
         return delta

@@ -1,4 +1,4 @@
-"""Encodes text as token ids and decodes ids, also of a growing response.
+"""Encodes text as token ids and decodes ids.
 
 What the model generated is kept as ids and never tokenised again; text is for people.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,9 @@ from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
-
-CHARACTER_BYTES = 4
-"""A character of UTF-8 is at most four byte tokens long."""
-LONGEST_BROKEN = 16
-"""Tokens held back at most while no whole character appears; broken bytes are given out after that.
-"""
 
 CHARACTERS_PER_TOKEN = 8
 """More than the tokens of any common text have: a text with more is looked at in parts first."""
@@ -41,6 +36,7 @@ class TextCodec:
             )
 
         self._tokenizer, self._within = _read_tokenizers(path)
+        self._adds_up = _adds_up(_read_json(path).get("decoder"))
         settings = _read_json(directory / "tokenizer_config.json")
         tokens = {
             key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")
@@ -125,76 +121,17 @@ class TextCodec:
         become text.
         """
         if not keep:
-            return TextStream(self.decode, tuple(stop))
+            return TextStream(self.decode, tuple(stop), adds_up=self._adds_up)
         dropped = {token_id for token_id, text in self._special.items() if text not in keep}
         return TextStream(
-            lambda ids: self.decode_all([one for one in ids if one not in dropped]), tuple(stop)
+            lambda ids: self.decode_all([one for one in ids if one not in dropped]),
+            tuple(stop),
+            adds_up=self._adds_up,
         )
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-
-class TextStream:
-    """Text of a growing response; holds back incomplete characters and what may become a stop
-    string.
-
-    Only a window of ids is decoded at a time: those of the last text given out, for what depends on
-    them (spaces, bytes of one character), and those after it.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...]) -> None:
-        self._decode = decode
-        self._stop = stop
-        self._window: list[int] = []
-        self._known = 0  # ids of the window whose text is known
-        self._held = ""
-
-    def push(self, token_ids: Sequence[int], *, early: bool = False) -> str:
-        """Text that became certain with these ids. early: a stop string that is whole does not end
-        the response yet.
-        """
-        self._window += token_ids
-        self._held += self._advance(final=False)
-        overlap = _beginning if early else _overlap
-        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
-        text = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
-        return text
-
-    def finish(self, matched_stop: str = "", *, keep: bool = False) -> str:
-        """What `push` held back, cut before the stop string that ended the response; keep: behind
-        it.
-        """
-        text, self._held = self._held + self._advance(final=True), ""
-        if not matched_stop:
-            return text
-        said, found, _ = text.partition(matched_stop)
-        return said + found * keep
-
-    def _advance(self, *, final: bool) -> str:
-        """Text of the ids up to the last whole character; of all ids when final or when none is in
-        sight.
-        """
-        before = self._decode(self._window[: self._known])
-        pending = len(self._window) - self._known
-        for left_out in range(min(pending, CHARACTER_BYTES)):
-            size = len(self._window) - left_out
-            after = self._decode(self._window[:size])
-            if after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}"):
-                rest = self._give(size, after[len(before) :])
-                return rest + self._advance(final=True) if final and left_out else rest
-        if final or pending > LONGEST_BROKEN:
-            return self._give(len(self._window), self._decode(self._window[self._known :]))
-        return ""
-
-    def _give(self, size: int, text: str) -> str:
-        """Ids below `size` have had their text given out; only the newest of them stay, as
-        context.
-        """
-        self._window, self._known = self._window[self._known :], size - self._known
-        return text
 
 
 def _read_tokenizers(path: Path) -> tuple[Tokenizer, Tokenizer]:
@@ -211,6 +148,17 @@ def _read_tokenizers(path: Path) -> tuple[Tokenizer, Tokenizer]:
         return whole, _unlimited(Tokenizer.from_str(json.dumps(within)))
     except Exception as error:  # the tokenizers package raises no class of its own
         raise ConfigError(f"{path} is no tokenizer: {error}") from error
+
+
+def _adds_up(decoder: Any) -> bool:
+    """Whether the text of ids is that of their parts, cut between whole characters: each token
+    stands for its bytes, and nothing is done with the whole. Others move spaces at the front.
+    """
+    if not isinstance(decoder, dict):
+        return False
+    stages = decoder.get("decoders", ()) if decoder.get("type") == "Sequence" else (decoder,)
+    kinds = [one.get("type") for one in stages]
+    return kinds in (["ByteLevel"], ["ByteFallback", "Fuse"])
 
 
 def _unlimited(tokenizer: Tokenizer) -> Tokenizer:
@@ -280,27 +228,6 @@ def _refuse_far_too_long(tokenizer: Tokenizer, text: str, longest: int) -> None:
                 seen=f"{len(text)} characters",
                 allowed=f"1 to {longest} tokens",
             )
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` to hold back: from a whole `stop` inside, or a beginning of
-    one at the end.
-    """
-    if stop in text:
-        return len(text) - text.index(stop)
-    return _beginning(text, stop)
-
-
-def _beginning(text: str, stop: str) -> int:
-    """Characters at the end of `text` that a stop string begins with, but for a whole one."""
-    return next(
-        (
-            size
-            for size in range(min(len(stop) - 1, len(text)), 0, -1)
-            if text.endswith(stop[:size])
-        ),
-        0,
-    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.local.process_directory import process_directory
-from paceline.local.processes import open_many_files
+from paceline.local.processes import open_many_files, usable_cores
 from paceline.local.tokens import example_call
 from paceline.rpc import EPOCHS, EpochGuard, Server
 from paceline.rpc.progress import add_progress
@@ -24,7 +24,7 @@ from paceline.services.rollout_gateway.background import first_of
 from paceline.services.rollout_gateway.calls.aside import LargeRequests
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.open_spool import open_spool
-from paceline.services.rollout_gateway.place import places
+from paceline.services.rollout_gateway.place import check_cores, places
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet
 from paceline.services.rollout_gateway.replicas.http import HeadApp
 from paceline.services.rollout_gateway.replicas.rollouts import HeadServicer
@@ -76,6 +76,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[Head]:
 
 async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     _ = config.model_dir  # refused before anything starts
+    check_cores(config, usable_cores())
     files = Path(
         stack.enter_context(tempfile.TemporaryDirectory(prefix="r-", dir=process_directory()))
     )

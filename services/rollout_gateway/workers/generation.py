@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from paceline.errors import DataLoss, InternalError, PacelineError
 from paceline.messages import stats_from_proto, stats_to_proto
@@ -18,7 +18,9 @@ from paceline.v1 import trajectory_pb2 as tpb
 class Generation:
     """Tokens of one request, over all its tries: each goes on from the tokens of those before.
 
-    News wait in one merged chunk, so memory is bounded by the request's max_tokens.
+    News wait in one merged chunk, so memory is bounded by the request's max_tokens. Those of a
+    reader that waits for them can be told at once (`tell_at_once`), without a turn of the event
+    loop and a task's wake-up for each.
     """
 
     def __init__(
@@ -39,6 +41,9 @@ class Generation:
         self.whole = pb.TokenChunk(request_id=request.request_id)
         self._news = pb.TokenChunk(request_id=request.request_id)
         self._wake = asyncio.Event()
+        self._awaited = False  # the reader has everything so far and waits for more
+        self._at_once: Callable[[pb.TokenChunk], bool] | None = None
+        self._defect: Exception | None = None  # raised where news were told at once
 
     @property
     def finished(self) -> bool:
@@ -112,11 +117,24 @@ class Generation:
                 )
             )
 
+    def tell_at_once(self, take: Callable[[pb.TokenChunk], bool] | None) -> None:
+        """While the reader of `chunks` waits, `take` gets news before it, as they come; not the
+        last ones. What it answers with False goes to the reader, what it raises is raised there.
+        None: no longer.
+        """
+        self._at_once = take
+
     async def chunks(self) -> AsyncIterator[pb.TokenChunk]:
-        """News as they come, merged while the reader is slow; the last one has finish_reason."""
+        """News as they come, merged while the reader is slow; the last one has finish_reason.
+
+        Raises what a reader at once has raised.
+        """
         while True:
+            self._awaited = not self._wake.is_set()
             await self._wake.wait()
             self._wake.clear()
+            if self._defect is not None:
+                raise self._defect
             news, self._news = self._news, pb.TokenChunk(request_id=self.request.request_id)
             yield news
             if news.finish_reason:
@@ -126,7 +144,17 @@ class Generation:
         if self.whole.prompt_scores:
             chunk.ClearField("prompt_scores")  # a try that goes on tells them again
         self.whole.MergeFrom(chunk)
-        self._news.MergeFrom(chunk)
-        if self.finished:
+        if chunk.finish_reason:
             self.ended_s = time.perf_counter()
+        elif self._awaited and self._at_once is not None and self._took(self._at_once, chunk):
+            return
+        self._awaited = False
+        self._news.MergeFrom(chunk)
         self._wake.set()
+
+    def _took(self, take: Callable[[pb.TokenChunk], bool], chunk: pb.TokenChunk) -> bool:
+        try:
+            return take(chunk)
+        except Exception as error:  # noqa: BLE001 - of one request; who feeds them all goes on
+            self._defect = error
+            return False

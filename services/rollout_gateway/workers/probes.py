@@ -18,7 +18,7 @@ class Probes:
     def __init__(
         self,
         flush: Callable[[], None],
-        deliver: Callable[[Seat, pb.TokenChunk], None],
+        deliver: Callable[[Seat, Sequence[pb.TokenChunk]], None],
         abort: Callable[[Generation], None],
     ) -> None:
         """flush: sends what is queued; deliver: gives a worker's news out; abort: ends one."""
@@ -59,5 +59,4 @@ class Probes:
     def give_out(self, seat: Seat) -> None:
         """What was withheld goes to whoever waits for it."""
         chunks, seat.withheld = seat.withheld or [], None
-        for chunk in chunks:
-            self._deliver(seat, chunk)
+        self._deliver(seat, chunks)

@@ -67,7 +67,7 @@ class Router:
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
         self.evidence = EvidenceExchange(evidence)
-        self.probes = Probes(self._flush, self._deliver, self.abort)
+        self.probes = Probes(self._flush, self._deliver_all, self.abort)
 
     @property
     def count(self) -> int:
@@ -238,14 +238,17 @@ class Router:
         self.rows_dropped[seat.index] = tokens.rows_dropped
         if rows is not None and len(rows):
             self._on_rows(rows)
-        for chunk in tokens.chunks:
-            self._deliver(seat, chunk)
+        self._deliver_all(seat, tokens.chunks)
 
-    def _deliver(self, seat: Seat, chunk: pb.TokenChunk) -> None:
+    def _deliver_all(self, seat: Seat, chunks: Iterable[pb.TokenChunk]) -> None:
+        if told := sum([self._deliver(seat, chunk) for chunk in chunks]):
+            metrics.TOKENS.record(told)
+
+    def _deliver(self, seat: Seat, chunk: pb.TokenChunk) -> int:
+        """Gives out news of one request; how many tokens of them have a reader."""
         generation = seat.live.get(chunk.request_id)
         if generation is None or self.probes.withholds(seat, generation, chunk):
-            return
-        metrics.TOKENS.record(len(chunk.token_ids))
+            return 0
         reason = seat.moving.get(chunk.request_id)
         moves = reason is not None and chunk.finish_reason == tpb.FINISH_REASON_ABORT
         if moves:
@@ -262,6 +265,7 @@ class Router:
             metrics.REQUESTS_SUSPENDED.record(reason=str(reason))
             self._on_discard(chunk.request_id)
             self._place(generation)
+        return len(chunk.token_ids)
 
     def lost(self, seat: Seat) -> None:
         """See Routing."""

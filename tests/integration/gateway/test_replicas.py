@@ -31,6 +31,7 @@ from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, StaleEpoch, WeightsError
 from paceline.local.patience import patient
+from paceline.local.processes import usable_cores
 from paceline.rpc.progress import ask_progress
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.place import places
@@ -288,6 +289,16 @@ def test_more_replicas_than_workers_are_refused_by_name(
     config = GatewayConfig.model_validate({"replicas": replicas, "engine": {"workers": workers}})
     with pytest.raises(ConfigError, match=rf"gateway\.replicas.*{replicas} replicas, {workers} w"):
         places(config, tmp_path, tmp_path)
+
+
+async def test_more_replicas_than_cores_are_refused_by_name_before_anything_starts(
+    model_dir: Path, serve_gateway: ServeGateway
+) -> None:
+    many = usable_cores() + 1
+    named = rf"gateway\.replicas.*{many} replicas, {many - 1} usable cores"
+    with pytest.raises(ConfigError, match=named):
+        async with serve_gateway(**keys(model_dir, replicas=many, engine={"workers": many})):
+            pass
 
 
 def test_every_worker_is_in_one_replica_and_none_has_many_more(tmp_path: Path) -> None:

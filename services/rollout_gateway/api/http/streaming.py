@@ -17,6 +17,7 @@ from paceline.services.rollout_gateway.api.http import bodies
 from paceline.services.rollout_gateway.api.http.answers import Answers, B, Event
 from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
 from paceline.services.rollout_gateway.api.http.model_names import check_model
+from paceline.services.rollout_gateway.api.http.protocol import BODY, PARTS, BodyParts
 from paceline.services.rollout_gateway.calls.call import Call, Piece
 
 STREAM_QUEUE = 64
@@ -28,16 +29,24 @@ T = TypeVar("T")
 
 
 class EventStream(Response):
-    """Server-sent events that end their source when the client goes away."""
+    """Server-sent events that end their source when the client goes away.
+
+    on_parts: told once the answer has begun, where the server can write events beside `source`.
+    """
 
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes],
+        on_parts: Callable[[BodyParts], None] = lambda _: None,
+    ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers({"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._source = source
+        self._on_parts = on_parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # One task, not a group of them: a chunk passes here some hundred times a request.
@@ -52,6 +61,8 @@ class EventStream(Response):
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
                 await send({"type": "http.response.body", "body": first, "more_body": True})
+                if (parts := scope.get("extensions", {}).get(PARTS, {}).get(BODY)) is not None:
+                    self._on_parts(parts)
                 async for data in source:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -87,7 +98,8 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         calls = [gateway.call(plan) for plan in plans]
         answer: Response
         if answers.body.stream:
-            answer = EventStream(_events(calls, answers))
+            source = _events(calls, answers)
+            answer = EventStream(source, lambda parts: _tell_at_once(calls, answers, parts))
         else:
             await unless_gone(request, _run(calls))
             answer = JSONResponse(answers.whole(calls))
@@ -131,6 +143,21 @@ async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerato
         if not began:
             raise
         yield framed(answers.failed(error))
+
+
+def _tell_at_once(calls: Sequence[Call], answers: Answers[Any], parts: BodyParts) -> None:
+    """The events of an answer's only choice are written as its news come; those of several take
+    turns, one piece after the other.
+    """
+    if len(calls) > 1:
+        return
+    [call] = calls
+
+    def give(piece: Piece) -> None:
+        if data := b"".join(framed(event) for event in answers.piece(0, call, piece)):
+            parts.write(data)
+
+    call.tell_at_once(lambda: parts.ready, give)
 
 
 def _refuse(finish: str, error: str) -> None:

@@ -28,7 +28,7 @@ from paceline.services.rollout_gateway.engines.nouns import (
     RowLayout,
 )
 from paceline.services.rollout_gateway.engines.sampling import UNSCORED, UNSEEDED, Sampling
-from paceline.trajectory import Span, Target, VersionSet, merged
+from paceline.trajectory import Span, Target, VersionSet, runs
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -91,9 +91,9 @@ def rows_from(message: pb.WorkerReady) -> RowLayout:
 
 def spans_from(kind: type[Span], messages: Sequence[Any], shift: int = 0) -> tuple[Span, ...]:
     """Spans moved by `shift` tokens; neighbours that are alike become one."""
-    found = [from_message(kind, one) for one in messages]
-    return merged(
-        dataclasses.replace(one, start=one.start + shift, end=one.end + shift) for one in found
+    return tuple(
+        dataclasses.replace(from_message(kind, one), start=one.start + shift, end=end + shift)
+        for one, end in runs(kind, messages)
     )
 
 

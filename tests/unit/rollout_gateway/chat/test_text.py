@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tokenizers import processors
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.text import TextCodec
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
@@ -44,6 +45,19 @@ def test_an_incomplete_character_is_held_back() -> None:
     head, *tail = CODEC.encode("é")[1:]
     assert stream.push([head]) == ""
     assert stream.push(tail) == "é"
+
+
+def test_every_id_is_decoded_once_where_texts_add_up_and_characters_are_whole() -> None:
+    ids = list(CODEC.encode("as plain as it gets"))
+    decoded: list[int] = []
+
+    def decode(some: Sequence[int]) -> str:
+        decoded.extend(some)
+        return CODEC.decode(some)
+
+    stream = TextStream(decode, (), adds_up=True)
+    text = "".join(stream.push(ids[at : at + 4]) for at in range(0, len(ids), 4))
+    assert (text, decoded) == ("as plain as it gets", ids)
 
 
 @given(ids=st.lists(st.integers(0, 319), max_size=60))
@@ -157,6 +171,22 @@ def piece_codec(name: str) -> TextCodec:
     if tokenizer.token_to_id("<s>") is not None:
         add_bos(tokenizer, "<s>")
     return codec_of(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["the demo's", *TOKENIZERS])
+@settings(max_examples=20, deadline=None)
+@example(text="\u00e9\U00010000 a", cuts=[1] * 8)
+@given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=30))
+def test_a_stream_gives_what_one_gives_that_always_looks_back(
+    name: str, text: str, cuts: list[int]
+) -> None:
+    codec = piece_codec(name) if name in TOKENIZERS else CODEC
+    ids = list(codec.encode(text))
+    stream, looks_back = codec.stream(), TextStream(codec.decode, ())
+    for cut in (*cuts, len(ids)):
+        piece, ids = ids[:cut], ids[cut:]
+        assert stream.push(piece) == looks_back.push(piece)
+    assert stream.finish() == looks_back.finish()
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS)[:-1])

@@ -124,6 +124,55 @@ async def test_a_slow_reader_gets_merged_news() -> None:
     assert generation.whole.finish_reason == tpb.FINISH_REASON_STOP
 
 
+async def test_news_are_told_at_once_while_the_reader_waits_and_the_last_ones_to_the_reader() -> (
+    None
+):
+    generation = Generation(pb.EngineRequest(request_id=1), None)
+    first, *middle, last = cut([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 1, 2, 1])
+    said, read = list[list[int]](), list[list[int]]()
+    takes = True
+
+    def take(piece: pb.TokenChunk) -> bool:
+        if takes:
+            said.append(list(piece.token_ids))
+        return takes
+
+    async with asyncio.timeout(1):
+        news = generation.chunks()
+        generation.accept(first)
+        read.append(list((await anext(news)).token_ids))
+        generation.tell_at_once(take)
+        generation.accept(middle[0])  # the reader is busy: nothing may overtake it
+        read.append(list((await anext(news)).token_ids))
+        waiting = asyncio.ensure_future(anext(news))
+        await asyncio.sleep(0)  # it has begun to wait
+        generation.accept(middle[1])
+        takes = False
+        generation.accept(middle[2])
+        takes = True
+        generation.accept(middle[3])  # the reader has been woken and comes first
+        read.append(list((await waiting).token_ids))
+        generation.accept(last)
+        read += [list(one.token_ids) async for one in news]
+    assert said == [[4]]
+    assert read == [[1], [2, 3], [5, 6, 7], [8]]
+    assert list(generation.whole.token_ids) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+async def test_what_goes_wrong_with_news_told_at_once_is_raised_where_they_are_read() -> None:
+    generation = Generation(pb.EngineRequest(request_id=1), None)
+
+    def take(piece: pb.TokenChunk) -> bool:
+        raise ZeroDivisionError
+
+    generation.tell_at_once(take)
+    waiting = asyncio.ensure_future(anext(generation.chunks()))
+    await asyncio.sleep(0)
+    generation.accept(chunk(0, [1]))
+    with pytest.raises(ZeroDivisionError):
+        await waiting
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_log_prob_that_is_not_finite_ends_the_request(value: float) -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)

@@ -1,0 +1,110 @@
+"""Decodes the ids of a growing response, each once where that is enough, up to the last whole
+character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+CHARACTER_BYTES = 4
+"""A character of UTF-8 is at most four byte tokens long."""
+LONGEST_BROKEN = 16
+"""Tokens held back at most while no whole character appears; broken bytes are given out after that.
+"""
+
+
+class TextStream:
+    """Text of a growing response; holds back incomplete characters and what may become a stop
+    string.
+
+    Only a window of ids is decoded at a time: those of the last text given out, for what depends on
+    them (spaces, bytes of one character), and those after it. Where texts add up nothing depends on
+    them once a character is whole, and every id is decoded once.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: tuple[str, ...],
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        """adds_up: the text of ids is that of their parts, wherever the cut lies between two whole
+        characters.
+        """
+        self._decode = decode
+        self._stop = stop
+        self._adds_up = adds_up
+        self._window: list[int] = []
+        self._known = 0  # ids of the window whose text is known
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int], *, early: bool = False) -> str:
+        """Text that became certain with these ids. early: a stop string that is whole does not end
+        the response yet.
+        """
+        self._window += token_ids
+        news = self._advance(final=False)
+        if not self._stop:
+            return news
+        self._held += news
+        overlap = _beginning if early else _overlap
+        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return text
+
+    def finish(self, matched_stop: str = "", *, keep: bool = False) -> str:
+        """What `push` held back, cut before the stop string that ended the response; keep: behind
+        it.
+        """
+        text, self._held = self._held + self._advance(final=True), ""
+        if not matched_stop:
+            return text
+        said, found, _ = text.partition(matched_stop)
+        return said + found * keep
+
+    def _advance(self, *, final: bool) -> str:
+        """Text of the ids up to the last whole character; of all ids when final or when none is in
+        sight.
+        """
+        before = self._decode(self._window[: self._known]) if self._known else ""
+        pending = len(self._window) - self._known
+        for left_out in range(min(pending, CHARACTER_BYTES)):
+            size = len(self._window) - left_out
+            after = self._decode(self._window[:size])
+            if after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}"):
+                rest = self._give(size, after[len(before) :], whole=self._adds_up)
+                return rest + self._advance(final=True) if final and left_out else rest
+        if final or pending > LONGEST_BROKEN:
+            return self._give(len(self._window), self._decode(self._window[self._known :]))
+        return ""
+
+    def _give(self, size: int, text: str, *, whole: bool = False) -> str:
+        """Ids below `size` have had their text given out; only the newest of them stay, as
+        context. whole: none, for nothing depends on them.
+        """
+        gone = size if whole else self._known
+        self._window, self._known = self._window[gone:], size - gone
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` to hold back: from a whole `stop` inside, or a beginning of
+    one at the end.
+    """
+    if stop in text:
+        return len(text) - text.index(stop)
+    return _beginning(text, stop)
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Characters at the end of `text` that a stop string begins with, but for a whole one."""
+    return next(
+        (
+            size
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        ),
+        0,
+    )
