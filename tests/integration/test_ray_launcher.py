@@ -20,7 +20,7 @@ from reward_pools import actors, ray_head
 from paceline.cluster.keeper import DESERTED_S
 from paceline.local.patience import patient
 
-pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.timeout(600)]
 
 RULE = """
 import os

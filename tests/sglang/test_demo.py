@@ -10,7 +10,7 @@ from demo_runs import SMALL, demo, left_over
 
 from paceline.local.patience import patient
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 STEPS = 3
 LEARNING = (
     "gateway.features.share=1.0",
@@ -18,9 +18,10 @@ LEARNING = (
     "coordinator.max_drafter_steps=150",
     "coordinator.evaluation.probe_prompts=8",
     "drafter_trainer.max_epochs=1000",
-    "drafter_trainer.buffer.judged_every=3",
+    "drafter_trainer.buffer.judged_every=2",
     "drafter_trainer.gate.interval_steps=50",
     "drafter_trainer.gate.min_positions=100",
+    "drafter_trainer.gate.min_groups=2",
     "drafter_trainer.gate.draft_steps=3",
 )
 

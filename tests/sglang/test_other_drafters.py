@@ -27,7 +27,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
 # NGRAM compiles its tables at the first start on a machine
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10] * 7, [5], list(range(3, 19)) * 3]
 
 

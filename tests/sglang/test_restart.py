@@ -42,7 +42,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.weights import build_manifest, commit_versions, push_weights
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 def scheduler_of(pid: int) -> psutil.Process:
