@@ -55,16 +55,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _product(x, weight, bias)
 
 
-def added(
-    residual: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1.0, alpha: float = 1.0
-) -> Tensor:
-    """beta residual + alpha x W^T, [M, N], of residual [M, N], x [M, K] and W [N, K], without
-    gradients.
-    """
+def added(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """residual + x W^T, [M, N], of residual [M, N], x [M, K] and W [N, K], without gradients."""
     if not _suits(x, weight):
-        return torch.addmm(residual, x, weight.t(), beta=beta, alpha=alpha)
-    product = _product(x, weight)
-    return (product if alpha == 1.0 else product.mul_(alpha)).add_(residual, alpha=beta)
+        return torch.addmm(residual, x, weight.t())
+    return _product(x, weight).add_(residual)
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
