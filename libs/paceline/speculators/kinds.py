@@ -175,3 +175,16 @@ def kind_of_checkpoint(directory: Path, kinds: Iterable[SpeculatorKind]) -> Spec
     message = f"drafter {directory}: architectures names no speculator here"
     allowed = ", ".join(sorted(one for kind in kinds for one in kind.architectures))
     raise InvalidInput(message, seen=name, allowed=allowed)
+
+
+def inner_layers_read(drafters: Iterable[str], num_layers: int) -> tuple[int, ...]:
+    """Ascending layers whose inputs the drafters, by name or directory, read besides the last state
+    of a target of `num_layers`. Raises ConfigError for a drafter that does not exist.
+    """
+    found = [(name, drafter_directory(name)) for name in drafters if name != OFF]
+    kinds = [find_kind(name) for name, directory in found if directory is None]
+    read = {layer for kind in kinds for layer in kind.inner_layers({}, num_layers)}
+    for directory in (one for _, one in found if one is not None):
+        kind = kind_of_checkpoint(directory, [*SPECULATORS.values(), *kinds])
+        read.update(kind.inner_layers(read_config_json(directory), num_layers))
+    return tuple(sorted(read))

@@ -68,11 +68,15 @@ class Judgement:
 
     @property
     def better(self) -> bool:
-        """Faster, at 95 %. One that is slower than an arm that is not trained makes nothing
-        faster.
+        """Faster, at 95 %. Where arms that are not trained are faster than both, the engine is as
+        fast with either, and the drafter that is faster by itself is: it costs nothing, and is
+        there when those arms no longer suffice.
         """
         difference = self.candidate_speedup - self.serving_speedup
-        return difference > ONE_SIDED / TWO_SIDED * self.speedup_noise
+        one_sided = ONE_SIDED / TWO_SIDED
+        if difference > one_sided * self.speedup_noise:
+            return True
+        return difference >= 0 and self.gain > one_sided * self.gain_noise
 
     @property
     def decided(self) -> bool:

@@ -1,58 +1,30 @@
-"""Judges candidates on rows that nobody has trained on yet, promotes one that makes the engine
-faster, freezes training that gains nothing.
+"""Judges candidates on rows that nobody has trained on yet, promotes one that is faster and makes
+the engine no slower, freezes training that gains nothing.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.gate.comparison import Chain, Judgement, MeasuredCosts, judge
+from paceline.services.drafter_trainer.gate.comparison import Judgement, MeasuredCosts
 from paceline.services.drafter_trainer.gate.decisions import judged, log_decision, reopened
 from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.gate.fall import ServedLength
 from paceline.services.drafter_trainer.gate.freeze import Freeze
+from paceline.services.drafter_trainer.gate.round import DrafterState, GateRound, judged_parts
 from paceline.services.drafter_trainer.learn import sharing
 from paceline.services.drafter_trainer.learn.students import Students
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.services.drafter_trainer.rows.store import RowStore
-from paceline.speculators.net import DraftNet
 from paceline.telemetry import get_logger
 
 log = get_logger("drafter_trainer")
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterState:
-    """A drafter version whole and unsharded."""
-
-    version: int
-    net: DraftNet
-
-    @property
-    def kind(self) -> str:
-        """Name of its speculator."""
-        return self.net.kind.name
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One round of judging: `rivals` are the serving drafter and, after a rollback, the one that
-    was taken back.
-    """
-
-    job: GateJob
-    samples: tuple[FeatureSample, ...]  # that it judges by
-    candidates: tuple[DrafterState, ...]
-    rivals: tuple[DrafterState, ...]
-    steps: Mapping[str, int]  # optimiser steps behind each candidate, by kind
 
 
 class PublishGate:
@@ -70,7 +42,7 @@ class PublishGate:
         self._rows = rows
         self._candidates = candidates
         self._warm_start = Path(config.drafter).is_dir()
-        self._round: _Round | None = None
+        self._round: GateRound | None = None
         self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
         self._handed_over = False  # this activation has promoted a candidate
         self._last_judged_step = students.primary.learner.total_steps
@@ -79,9 +51,12 @@ class PublishGate:
         self._promoted: m.Judged | None = None  # the newest promotion
         self._untold: list[m.Judged] = []  # decisions made between activations
         self._taken_back: DrafterState | None = None
+        self._on_its_way: DrafterState | None = None
         self._contenders: dict[str, m.LeaderboardEntry] = {}  # by kind, as last judged
         self.costs = MeasuredCosts(config.gate)
         self.serving = DrafterState(0, students.primary.learner.snapshot())
+        self._first = self.serving.net if self._warm_start else None
+        self._served = ServedLength()
         self.next_version = max([0, *candidates.versions]) + 1
 
     @property
@@ -127,25 +102,37 @@ class PublishGate:
         samples = self._fresh()
         if not self._enough(samples):
             return
+        candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
+        self._round = self._round_of(samples, candidates)
+
+    def _rivals(self, policy_version: int) -> list[DrafterState]:
+        """What serves, and what candidates have to beat besides: the drafter that was taken back
+        last, and one that was promoted by rows of the same policy version: it is on its way.
+        """
+        if self._promoted is not None and policy_version > self._promoted.policy_version:
+            self._on_its_way = None  # a set has been committed since, with it or without
+        others = (self._taken_back, self._on_its_way)
+        return [self.serving, *(one for one in others if one is not None)]
+
+    def _round_of(
+        self, samples: Sequence[FeatureSample], candidates: Sequence[DrafterState]
+    ) -> GateRound:
         heads = {
             one: head
             for one in {s.lm_head_hash for s in samples}
             if (head := self._rows.heads.get(one)) is not None
         }
-        candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
-        rivals = [self.serving]
-        if candidates and self._taken_back is not None:
-            rivals.append(self._taken_back)
+        rivals = self._rivals(samples[-1].policy_version) if candidates else [self.serving]
         window = self._config.buffer.window
         job = GateJob(
             [one.net for one in (*rivals, *candidates)],
-            [_judged_part(sample, window) for sample in samples],
+            judged_parts(samples, window),
             heads,
             self._settings,
-            self._config.buffer.window,
+            window,
         )
         steps = {student.kind: student.learner.total_steps for student in self._students}
-        self._round = _Round(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
+        return GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)
 
     def advance(self, epoch: int) -> list[m.Judged]:
         """A piece of the round; the decisions when it was the last."""
@@ -154,9 +141,11 @@ class PublishGate:
         now.job.advance()
         if not now.job.done and not self._decided(now):
             return []
-        self._round = None
-        self._rows.release(now.samples)
-        decisions = self._decide(now) if now.candidates else self._check_drift(now)
+        decisions = [] if now.candidates else self._check_drift(now)
+        self._round = None if self.frozen else self._looked_back(now)
+        if self._round is None:
+            self._rows.release(now.samples)
+            decisions = self._decide(now) if now.candidates else decisions
         for decision in decisions:
             log_decision(decision)
         return [replace(decision, epoch=epoch) for decision in decisions]
@@ -178,7 +167,7 @@ class PublishGate:
         before, self.serving = self.serving, DrafterState(version, net)
         self.next_version = max(self.next_version, version + 1)
         self._round = None  # it compared with another
-        self._taken_back = None
+        self._taken_back = self._on_its_way = None
         if version < before.version:
             self._rolled_back(before)
 
@@ -230,22 +219,21 @@ class PublishGate:
                 taken.append(DrafterState(self.next_version, student.learner.snapshot()))
         return taken
 
-    def _judgements(self, now: _Round) -> tuple[list[list[Judgement]], bool]:
-        """Of each candidate against each rival, by what is measured so far; and whether the costs
-        are measured.
+    def _looked_back(self, now: GateRound) -> GateRound | None:
+        """The same round with the drafter that the run began with, where what serves has fallen:
+        it may know the tasks of now, which its successors have forgotten.
         """
-        measured = now.job.measured()
-        drafters = (*now.rivals, *now.candidates)
-        size_groups, known = self.costs.size_groups({one.kind for one in drafters})
-        chains = [
-            Chain(one.kind, measured.accepted[index], size_groups[one.kind])
-            for index, one in enumerate(drafters)
-        ]
-        rivals, candidates = chains[: len(now.rivals)], chains[len(now.rivals) :]
-        found = [[judge(one, rival, measured.groups) for rival in rivals] for one in candidates]
-        return found, known
+        first = self._first
+        if first is None or any(one.net is first for one in now.candidates):
+            return None
+        itself, _ = now.serving_alone(self.costs)
+        fallen = self._served.falls_to(itself.serving, itself.serving_noise)
+        if not fallen or not self.serving.version:
+            return None
+        before = DrafterState(self.next_version, first)
+        return self._round_of(now.samples, (before, *now.candidates))
 
-    def _decided(self, now: _Round) -> bool:
+    def _decided(self, now: GateRound) -> bool:
         """Whether the rest of the rows need not be measured."""
         few = (
             now.job.positions < self._settings.min_positions
@@ -253,17 +241,17 @@ class PublishGate:
         )
         if few or not now.candidates:
             return False
-        found, _ = self._judgements(now)
+        found, _ = now.judgements(self.costs)
         return all(one.decided for against in found for one in against)
 
-    def _decide(self, now: _Round) -> list[m.Judged]:
+    def _decide(self, now: GateRound) -> list[m.Judged]:
         measured_rows, head = now.job.measured(), now.job.head
-        found, measured = self._judgements(now)
+        found, measured = now.judgements(self.costs)
         judgements = [against[0] for against in found]
         best: tuple[bool, float, int] | None = None
         for number, (drafter, against) in enumerate(zip(now.candidates, found, strict=True)):
             rank = (all(one.better for one in against), against[0].candidate_speedup, -number)
-            if self._place(drafter, against[0], head.policy_version, now.steps[drafter.kind]):
+            if self._place(drafter, against[0], head.policy_version, self._steps(now, drafter)):
                 best = rank if best is None else max(best, rank)
 
         if best is None:
@@ -274,7 +262,7 @@ class PublishGate:
             drafter.kind, drafter.version, judgements[number], head, rows=measured_rows, index=index
         )
         decision = self._complete(
-            replace(decision, optimizer_steps=now.steps[drafter.kind], over=self.serving.version),
+            replace(decision, optimizer_steps=self._steps(now, drafter), over=self.serving.version),
             measured,
             now,
         )
@@ -289,6 +277,10 @@ class PublishGate:
 
         self._checked_policy = head.policy_version
         return [decision, replace(decision, decision="frozen")]
+
+    def _steps(self, now: GateRound, drafter: DrafterState) -> int:
+        """Optimiser steps of this run that are behind a candidate."""
+        return 0 if drafter.net is self._first else now.steps[drafter.kind]
 
     def _place(
         self, drafter: DrafterState, judgement: Judgement, policy_version: int, steps: int
@@ -314,18 +306,16 @@ class PublishGate:
 
     def _promote(self, drafter: DrafterState, decision: m.Judged) -> m.Judged:
         path = str(self._candidates.save(drafter.version, drafter.net))
-        self._handed_over = True
+        self._handed_over, self._on_its_way = True, drafter
         self.next_version = drafter.version + 1
         self._promoted = replace(decision, decision="promoted", path=path)
         return self._promoted
 
-    def _check_drift(self, now: _Round) -> list[m.Judged]:
+    def _check_drift(self, now: GateRound) -> list[m.Judged]:
         """The serving drafter on rows of a newer policy, while training is frozen."""
-        rows, head = now.job.measured(), now.job.head
+        head = now.job.head
         self._checked_policy = head.policy_version
-        size_groups, measured = self.costs.size_groups({self.serving.kind})
-        chain = Chain(self.serving.kind, rows.accepted[0], size_groups[self.serving.kind])
-        itself = judge(chain, chain, rows.groups)
+        itself, measured = now.serving_alone(self.costs)
         frozen_at = self._freeze.baseline
         if not self._freeze.measured(itself.serving, itself.serving_noise):
             log.info(
@@ -339,7 +329,7 @@ class PublishGate:
         decision = reopened(self.serving.kind, self.serving.version, itself, head)
         return [self._complete(decision, measured, now)]
 
-    def _complete(self, decision: m.Judged, measured: bool, now: _Round) -> m.Judged:
+    def _complete(self, decision: m.Judged, measured: bool, now: GateRound) -> m.Judged:
         return replace(
             decision,
             costs_measured=measured,
@@ -361,11 +351,3 @@ class PublishGate:
         decision = replace(known, decision="rolled_back", path="")
         log_decision(decision)
         self._untold.append(decision)
-
-
-def _judged_part(sample: FeatureSample, window: int) -> FeatureSample:
-    """What of a sample judges: a stretch, always the same one of a session, without rejected
-    drafts: nobody drew a token after them that a draft could be compared with.
-    """
-    random = np.random.default_rng(zlib.crc32(sample.session.encode()))
-    return replace(sample, branches=None).window(window, random)

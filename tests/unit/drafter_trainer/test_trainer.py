@@ -42,6 +42,7 @@ from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.loading import read_drafter
+from paceline.speculators.net import DraftNet
 from paceline.streams import FeatureBatch
 from paceline.training.shards import tensors_of
 
@@ -111,8 +112,14 @@ class Trainer:
     """A trainer over a scripted parent."""
 
     def __init__(
-        self, directory: Path, *, gate: Mapping[str, object] | None = None, **config: object
+        self,
+        directory: Path,
+        *,
+        gate: Mapping[str, object] | None = None,
+        start: DraftNet | None = None,
+        **config: object,
     ) -> None:
+        """`start`: what it begins with, fresh weights without one."""
         self.parent = ScriptedParent()
         settings = DrafterTrainerConfig.model_validate(
             {**CONFIG, **config, "gate": {**GATE, **(gate or {})}}
@@ -120,7 +127,7 @@ class Trainer:
         self.rows = RowStore(settings.buffer, PolicyHeads(), 0, batch_bytes=1 << 20)
         self.rows.add_head(toy_policy().policy_head())
         self.candidates = Candidates(directory, TARGET)
-        nets = [EagleNet(TARGET, seed=1), *initial_nets(settings, TARGET)[1:]]
+        nets = [start or EagleNet(TARGET, seed=1), *initial_nets(settings, TARGET)[1:]]
         self.candidates.save(0, nets[0])
         self.students = Students(settings, nets, on_cpu(1))
         self.learner = self.students.primary.learner
@@ -413,6 +420,26 @@ def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_what_is_promoted_and_does_not_serve_yet_has_to_be_beaten(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1})
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
+    trainer.run(1, until="promoted")
+    trainer.learn_at(1e-12)
+    trainer.parent.sent.clear()
+    trainer.run(2, max_steps=3)
+    assert [one.decision for one in trainer.judged()] == ["kept"] * 2
+    assert all(one.candidate - one.serving > one.noise for one in trainer.judged())
+
+    # Rows of the next policy: a set has been committed, and it was without the promotion.
+    trainer.rows.add_head(toy_policy().policy_head(HASH, 1))
+    trainer.feed(trained_rows(version=1))
+    trainer.feed_always(fresh_rows(version=1))
+    trainer.run(3, max_steps=3, until="promoted")
+    assert trainer.judged("promoted")
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: Path) -> None:
     settings = {"interval_steps": 1, "freeze_after": 3, "freeze_gain": 10.0}
     trainer = Trainer(tmp_path, max_epochs=1e6, gate=settings)
@@ -446,6 +473,51 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: 
     (reopened,) = trainer.judged("reopened")
     assert (reopened.policy_version, reopened.drafter_version) == (2, 2)
     assert frozen.serving - reopened.serving > reopened.noise
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors_have_forgotten(
+    tmp_path: Path,
+) -> None:
+    """It has learned rows whose embedding is the policy's, they those of another one."""
+    before = Trainer(tmp_path / "before", max_epochs=1e6)
+    before.feed(trained_rows())
+    before.run(1, max_steps=40)
+    first, folder = before.learner.snapshot(), tmp_path / "first"
+    first.save(folder)
+
+    trainer = Trainer(
+        tmp_path / "run",
+        max_epochs=1e6,
+        gate={"interval_steps": 1},
+        start=read_drafter(folder, TARGET),
+        drafter=str(folder),
+    )
+    policy = toy_policy()
+    other = policy.policy_head("ab" * 8, 1)
+    trainer.rows.add_head(dataclasses.replace(other, embed_tokens=other.embed_tokens.roll(1, 0)))
+    trainer.feed(trained_rows(version=1, head="ab" * 8))
+    trainer.feed_always(fresh_rows(version=1, head="ab" * 8))
+    trainer.run(1, max_steps=40, until="promoted")
+    version = 0
+    for epoch in range(2, 6):
+        version = trainer.judged("promoted")[-1].drafter_version
+        trainer.run(epoch, max_steps=20, drafter=version, until="promoted")
+    learned = trainer.judged()[-1]
+    assert learned.serving > 1.5
+
+    trainer.rows.add_head(policy.policy_head("cd" * 8, 2))
+    trainer.learn_at(1e-12)
+    trainer.parent.sent.clear()
+    trainer.feed(trained_rows(version=2, head="cd" * 8))
+    trainer.feed_always(fresh_rows(version=2, head="cd" * 8))
+    trainer.run(7, max_steps=3, drafter=version, until="promoted")
+    (back,) = trainer.judged("promoted")
+    assert back.candidate - back.serving > back.noise
+    assert (back.optimizer_steps, back.over) == (0, version)
+    again = read_drafter(trainer.candidates.path(back.drafter_version), TARGET)
+    kept = first.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in again.state_dict().items())
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -99,19 +99,49 @@ def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
     assert judge(short, long, groups).better
 
 
-def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_makes_nothing_faster() -> None:
+def test_where_an_arm_that_is_not_trained_is_faster_a_longer_drafter_is_better_all_the_same() -> (
+    None
+):
     groups = np.arange(50) // 5
     costs = {1: 1.2, 3: 1.5}
-    for rival, better in ((1.0, True), (2.0, True), (2.7, False)):
+    for rival in (1.0, 2.0, 2.7):
         long, short = (
             chain(np.full(50, count), "eagle", None, SizeGroup(1.0, costs, rival))
             for count in (3, 1)
         )
         verdict = judge(long, short, groups)
-        assert verdict.better == better
+        assert verdict.better
+        assert not judge(short, long, groups).better
         assert verdict.candidate_speedup == pytest.approx(max(4 / 1.5, rival))
         assert verdict.serving_speedup == pytest.approx(max(2 / 1.2, rival))
         assert verdict.gain == pytest.approx((4 / 1.5) / (2 / 1.2) - 1), "of the drafters alone"
+
+
+def test_one_that_is_faster_by_itself_is_not_better_where_it_makes_the_engine_slower() -> None:
+    """Alone it is faster on the mean of both batch sizes; of one the other arm serves either."""
+    groups = np.arange(50) // 5
+    few, many = (
+        [SizeGroup(0.5, one, 1.0), SizeGroup(0.5, two, 3.0)]
+        for one, two in (({1: 1.1}, {1: 1.0}), ({1: 1.0}, {1: 2.0}))
+    )
+    longer, shorter = (chain(np.full(50, 1), "eagle", None, *sizes) for sizes in (few, many))
+    verdict = judge(longer, shorter, groups)
+    assert verdict.gain == pytest.approx((2 / 1.1 + 2) / (2 + 1) - 1)
+    assert verdict.candidate_speedup < verdict.serving_speedup
+    assert not verdict.better
+
+
+def test_a_gain_within_its_noise_where_others_are_faster_is_none() -> None:
+    draw, groups = np.random.default_rng(3), np.arange(60) // 6
+    sizes = SizeGroup(1.0, {1: 1.1, 3: 1.4}, rival=9.0)
+    counts = draw.integers(0, 3, 60)
+    alike, ours = (
+        chain(of, "eagle", None, sizes) for of in (counts + draw.integers(-1, 2, 60), counts)
+    )
+    verdict = judge(alike, ours, groups)
+    assert verdict.candidate_speedup == verdict.serving_speedup == 9.0
+    assert abs(verdict.gain) < verdict.gain_noise
+    assert not verdict.better
 
 
 def test_speeds_of_batch_sizes_count_by_the_seconds_spent_in_them() -> None:
