@@ -15,6 +15,7 @@ from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.settings import RunSettings, Schedule
+from paceline.services.coordinator.machine.staff import staying, vacant_places
 from paceline.services.coordinator.machine.state import OPTIONAL, DrawnStep, Phase, Service, State
 from paceline.services.coordinator.machine.step import LIVE, step
 from paceline.trajectory import VersionSet
@@ -26,6 +27,8 @@ CALLS_OF: dict[Service, tuple[type[Command], ...]] = {
         commands.Evaluate,
         commands.TrainPolicy,  # whose slots its workers leave first
         commands.JoinDrafter,
+        commands.AddWorkers,
+        commands.DrainWorkers,
     ),
     Service.POLICY_TRAINER: (
         commands.TrainPolicy,
@@ -56,6 +59,8 @@ TRACK_OF: dict[type[Command], str] = {
     commands.PreemptDrafter: "drafter",
     commands.Evaluate: "run",
     commands.SaveCheckpoints: "run",
+    commands.AddWorkers: "joining",
+    commands.DrainWorkers: "leaving",
 }
 """Whose epochs a call's are compared with."""
 
@@ -85,6 +90,7 @@ class World(NamedTuple):
     calls: tuple[Call, ...]  # by kind
     faults: int  # that may still happen
     pauses: int = 0  # words of an operator about a pause that may still come
+    staffs: int = 0  # and about workers
 
 
 class Move(NamedTuple):
@@ -94,6 +100,7 @@ class Move(NamedTuple):
     calls: tuple[Call, ...]  # those that go on
     faults: int = 0  # that it takes
     pauses: int = 0  # as of World
+    staffs: int = 0
 
 
 @dataclass(slots=True)
@@ -103,7 +110,7 @@ class Explored:
     worlds: list[World] = field(default_factory=list)
     states: dict[State, State] = field(default_factory=dict)  # each state is one object
     moves: int = 0
-    before: dict[int, list[int]] = field(default_factory=dict)  # by world, without faults, pauses
+    before: dict[int, list[int]] = field(default_factory=dict)  # by world, of what comes anyway
 
     def lead_to(self, wanted: Callable[[State], bool]) -> set[int]:
         """Numbers of the worlds from which such a state can be reached without another fault, or
@@ -128,17 +135,19 @@ class Checks:
     move: Callable[[World, Move, World], None]
 
 
-def explore(settings: RunSettings, faults: int, checks: Checks, pauses: int = 0) -> Explored:
+def explore(
+    settings: RunSettings, faults: int, checks: Checks, pauses: int = 0, staffs: int = 0
+) -> Explored:
     """Every interleaving of a run with at most so many faults, and words of an operator about a
-    pause; `checks` see all of it.
+    pause and about workers; `checks` see all of it.
     """
     with _without_collections():
-        return _explore(settings, faults, checks, pauses)
+        state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
+        return _explore(World(state, made((), issued), faults, pauses, staffs), checks)
 
 
-def _explore(settings: RunSettings, faults: int, checks: Checks, pauses: int) -> Explored:
-    state, issued = step(State(), events.RunStarted(0.0, settings, VersionSet()))
-    first = World(state, made((), issued), faults, pauses)
+def _explore(first: World, checks: Checks) -> Explored:
+    state = first.state
     found, numbers = Explored([first], {state: state}), _Numbers(first)
     waiting, changes = deque([0]), set[tuple[int, int]]()
     while waiting:
@@ -164,7 +173,7 @@ def _explore(settings: RunSettings, faults: int, checks: Checks, pauses: int) ->
             if reached == len(found.worlds):
                 found.worlds.append(after)
                 waiting.append(reached)
-            if not move.faults and not move.pauses:
+            if not (move.faults or move.pauses or move.staffs):
                 found.before.setdefault(reached, []).append(number)
     return found
 
@@ -178,7 +187,7 @@ class _Numbers:
 
     def of(self, world: World) -> int:
         """A new world's number is that of the worlds before it."""
-        same = (id(world.state), world.calls, world.faults, world.pauses)
+        same = (id(world.state), world.calls, world.faults, world.pauses, world.staffs)
         if (number := self._by_world.get(same)) is None:
             number = self._by_name.setdefault(key(world), len(self._by_name))
             self._by_world[same] = number
@@ -198,7 +207,7 @@ def _without_collections() -> Iterator[None]:
 def play(world: World, move: Move) -> World:
     """The world after a move."""
     state, issued = step(world.state, move.event)
-    left = world.faults - move.faults, world.pauses - move.pauses
+    left = world.faults - move.faults, world.pauses - move.pauses, world.staffs - move.staffs
     return World(state, made(move.calls, issued), *left)
 
 
@@ -226,6 +235,7 @@ def moves(world: World) -> Iterator[Move]:
     if state.phase is Phase.FAILED:
         yield Move(events.Resumed(0.0, state.settings.total_steps), ())
     yield from about_a_pause(world)
+    yield from about_workers(world)
     if not world.faults or state.phase not in LIVE:
         return
     yield Move(events.Resumed(0.0, state.settings.total_steps), (), 1)
@@ -247,6 +257,17 @@ def about_a_pause(world: World) -> Iterator[Move]:
         yield Move(said(0.0), world.calls, pauses=1)
 
 
+def about_workers(world: World) -> Iterator[Move]:
+    """What an operator may ask of workers: one that is to join, or any that is to leave."""
+    state = world.state
+    if not world.staffs or state.phase not in LIVE:
+        return
+    if vacant := vacant_places(state):
+        yield Move(events.WorkersRequested(0.0, vacant[:1]), world.calls, staffs=1)
+    for worker in staying(state):
+        yield Move(events.DrainRequested(0.0, (worker,), 1.0), world.calls, staffs=1)
+
+
 def choices(state: State) -> Iterator[Event]:
     """What an operator may ask for."""
     yield events.DrafterChosen(0.0, None, lasting=True)
@@ -263,9 +284,9 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
     match call.command:
         case commands.BeginStep(number):
             yield events.StepBegan(0.0, number), None
-        case commands.RunTasks(_, epoch, _, _, places):
+        case commands.RunTasks(_, epoch, _, _, places, _, sharing):
             for worker in range(len(state.workers)):
-                if worker not in call.said:
+                if worker not in call.said and (not sharing or sharing >> worker & 1):
                     yield events.ShareDone(0.0, epoch, worker), worker
             told = {place: _told(call, place, state) for place in bits(places)}
             if state.settings.schedule is Schedule.FULLY_ASYNC:
@@ -297,6 +318,10 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
             yield events.EvaluationDone(0.0, epoch, kind, 1.0), None
         case commands.SaveCheckpoints(_, epoch):
             yield events.CheckpointsSaved(0.0, epoch), None
+        case commands.AddWorkers(_, epoch, workers):
+            yield events.WorkersJoined(0.0, epoch, workers), None
+        case commands.DrainWorkers(_, epoch, workers):
+            yield events.WorkersLeft(0.0, epoch, workers), None
         case commands.AwaitService(service):
             yield events.ServiceBack(0.0, service), None
 
@@ -335,6 +360,10 @@ def failures(call: Call) -> Iterator[Event]:
             yield events.Deadline(0.0, epoch, "evaluate", 1.0)
         case commands.SaveCheckpoints(_, epoch):
             yield events.Deadline(0.0, epoch, "close", 1.0)
+        case commands.AddWorkers(_, epoch, workers):
+            yield events.JoinRefused(0.0, epoch, workers, "it does not start")
+        case commands.DrainWorkers(_, epoch):
+            yield events.Deadline(0.0, epoch, "drain", 1.0)
         case commands.AwaitService(service) if service not in OPTIONAL:
             yield events.CallFailed(0.0, service, "recovery", "away for too long")
 
@@ -346,7 +375,7 @@ def key(world: World) -> tuple[object, ...]:
     """
     state, lease, committing = world.state, world.state.lease, world.state.committing
     rollouts, learner = state.rollouts, state.learner
-    called: dict[str, list[int]] = {"rollouts": [], "learner": [], "drafter": [], "run": []}
+    called: dict[str, list[int]] = {track: [] for track in TRACK_OF.values()}
     for call in world.calls:
         if (track := TRACK_OF.get(type(call.command))) is not None:
             called[track].append(getattr(call.command, "epoch", 0))
@@ -355,7 +384,16 @@ def key(world: World) -> tuple[object, ...]:
     learning = ranks(learner.epoch, *called["learner"])
     drafting = ranks(state.lease_epoch, state.candidate[0], *called["drafter"])
     waiting = ranks(state.phase_epoch, *called["run"])
-    epochs = {"rollouts": generating, "learner": learning, "drafter": drafting, "run": waiting}
+    coming = ranks(state.joining.epoch, *called["joining"])
+    going = ranks(state.leaving.epoch, *called["leaving"])
+    epochs = {
+        "rollouts": generating,
+        "learner": learning,
+        "drafter": drafting,
+        "run": waiting,
+        "joining": coming,
+        "leaving": going,
+    }
     drafter = ranks(
         *(state.candidate[1], state.versions.drafter, state.promoted, state.previous_drafter),
         committing and committing.drafter,
@@ -376,7 +414,9 @@ def key(world: World) -> tuple[object, ...]:
         committing and (committing.policy, drafter[committing.drafter], committing.profile),
         *(state.versions.profile, state.profile),
         *(state.drafter_benched, state.lost, state.failed_phase),
-        *(state.settings.total_steps, world.faults, state.paused, world.pauses),
+        *(state.settings.total_steps, world.faults, state.paused, world.pauses, world.staffs),
+        *(coming[state.joining.epoch], state.joining.workers, state.joining.called),
+        *(going[state.leaving.epoch], state.leaving.workers, state.leaving.called),
         tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from paceline.local.entry import run_service
-from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.server import serve
+from paceline.local.importing import uncollected
+
+with uncollected():
+    from paceline.local.entry import run_service
+    from paceline.services.policy_trainer.config import PolicyTrainerConfig
+    from paceline.services.policy_trainer.server import serve
 
 if __name__ == "__main__":
     run_service("policy_trainer", PolicyTrainerConfig, serve, extra="train")

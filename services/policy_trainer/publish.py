@@ -25,11 +25,12 @@ from paceline.training.shards import local_of, rows_of
 from paceline.training.streaming import bytes_in_order, convert, scatter_rows
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weight_documents import ADAPTERS
 from paceline.weights import pull_weights
 from paceline.weights.announcing import check_share
 from paceline.weights.handover import ScratchFile
-from paceline.weights.manifest import ADAPTERS, unchecked_manifest
 from paceline.weights.manifest import layouts as layouts_of
+from paceline.weights.manifest import unchecked_manifest
 from paceline.weights.push import push_deadline_s
 from paceline.weights.shares import Announced, HeldTensor, Senders
 

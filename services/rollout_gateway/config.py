@@ -25,6 +25,10 @@ class EngineConfig(ModelSettings):
     """
     workers: int = Field(default=0, ge=0)
     """Worker processes; 0: one per core."""
+    most_workers: int = Field(default=0, ge=0)
+    """Places for workers, each with its slots from the start on: so many there may be when some are
+    added to a run that goes on. 0: as many as `workers`.
+    """
     script: str = ""
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})
@@ -360,8 +364,22 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def worker_count(self) -> int:
-        """Engine workers; one per usable core unless set."""
+        """Engine workers of the start; one per usable core unless set."""
         return self.engine.workers or usable_cores()
+
+    @property
+    def worker_places(self) -> int:
+        """Engine workers that there may be. Raises ConfigError for fewer than there are at first,
+        and for places without a worker where several processes share the workers.
+        """
+        most, first = self.engine.most_workers or self.worker_count, self.worker_count
+        if most < first or (most > first and self.replicas > 1):
+            raise ConfigError(
+                "gateway.engine.most_workers",
+                seen=f"{most}, of {first} workers and {self.replicas} replicas",
+                allowed=f"0 or {first}" if self.replicas > 1 else f"0, or at least {first}",
+            )
+        return most
 
     @property
     def spool(self) -> Path | None:

@@ -15,6 +15,7 @@ import redis.asyncio
 
 from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
+from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
 from paceline.plugins import import_object
 from paceline.rpc import EPOCHS, EpochGuard
@@ -56,6 +57,7 @@ from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.quarantine import Quarantined
 from paceline.services.rollout_gateway.workers.router import Router
+from paceline.services.rollout_gateway.workers.staff import Staff
 from paceline.services.rollout_gateway.workers.weights import WorkerWeights
 from paceline.streams import connect
 from paceline.telemetry import get_logger
@@ -77,8 +79,13 @@ log = get_logger(__name__)
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
-    def __init__(self, config: GatewayConfig, place: ReplicaPlace | None = None) -> None:
-        """`place`: of a replica, which shares the spool of its head."""
+    def __init__(
+        self,
+        config: GatewayConfig,
+        place: ReplicaPlace | None = None,
+        forker: Forker | None = None,
+    ) -> None:
+        """`place`: of a replica, which shares the spool of its head; `forker`: of the workers."""
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
@@ -95,13 +102,11 @@ class Gateway:
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
         self.first_worker = place.first_worker if place else 0
-        self.router = self._make_router(rows_wanted=features is not None)
+        self.router = self._make_router(features is not None, forker)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable, self.shard)
-        # One more than fits into each engine: it is there when a place comes free, and no round
-        # runs short.
-        self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
+        self.queue = FairQueue(config.queue, self._room(config.worker_count))
         self.reward_pool = pool = reward_pool(config)
         limits = config.rewards.sandbox
         self.sandbox = PooledSandbox(limits, pool.slots) if pool else Sandbox(limits)
@@ -124,16 +129,27 @@ class Gateway:
         self.router.loans.on_return = self.weights.take_memory
         guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)
         lent = self.state and self.state / "lent.json"
-        self.lending = Lending(self.router.loans, self.router.count, guard, lent)
+        self.lending = Lending(self.router.loans, len(self.router.seats), guard, lent)
         self.expiry = Expiry(self.lending)
+        self.staff = Staff(
+            self.router,
+            self.state and self.state / "workers.json",
+            lambda workers: self.queue.lead_to(self._room(workers)),
+        )
 
-    def _make_router(self, *, rows_wanted: bool) -> Router:
+    def _room(self, workers: int) -> int:
+        """Requests inside so many engines, one more than fits into each: it is there when a place
+        comes free, and no round runs short.
+        """
+        return workers * (self.config.engine.max_batch + 1)
+
+    def _make_router(self, rows_wanted: bool, forker: Forker | None) -> Router:
         config, settings, rows = self.config, engine_settings(self.config), None
         if rows_wanted:
             layout = _row_layout(config, settings)
             rows = RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
         return Router(
-            config.worker_count,
+            config.worker_places,
             config.engine,
             settings,
             rows,
@@ -144,6 +160,7 @@ class Gateway:
             config.run.heartbeat_s,
             self.state and self.state / "evidence.json",
             self.first_worker,
+            forker,
         )
 
     async def start(self) -> None:
@@ -156,6 +173,7 @@ class Gateway:
             await self.reward_pool.start(allow_insecure=self.config.security.allow_insecure)
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
+        self.staff.take_up(self.config.worker_count)
         self.lending.take_up()
         await self.router.start()
         self.outbox.start()
@@ -165,6 +183,7 @@ class Gateway:
     async def stop(self) -> None:
         """End workers, send what waits for a few seconds, close connections."""
         self.aside.stop()
+        await self.staff.stop()
         await self.router.stop()
         await self.rewards.stop()
         await self.toolbox.stop()
@@ -269,6 +288,7 @@ class Gateway:
         await self.quarantined.tell(process)
         if self._forced_arm:
             await self._force(process)
+        await self.weights.load_committed(process)  # what was committed meanwhile
 
     async def _force(self, process: WorkerProcess) -> None:
         """The forced arm, on a worker that starts; one whose kind has come to rest drafts nothing,

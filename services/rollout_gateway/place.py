@@ -47,9 +47,9 @@ class ReplicaPlace:
 def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPlace]:
     """The replicas of a gateway, which share its workers as evenly as can be.
 
-    Raises ConfigError where there are fewer workers than replicas.
+    Raises ConfigError where there are fewer workers than replicas, or places without a worker.
     """
-    count, workers = config.replicas, config.worker_count
+    count, workers = config.replicas, config.worker_places
     if count > workers:
         raise ConfigError(
             "gateway.replicas: each replica needs an engine worker",
@@ -105,7 +105,9 @@ def _own_settings(place: ReplicaPlace, config: GatewayConfig) -> GatewayConfig:
     sessions, queue = config.sessions, config.queue
     return config.model_copy(
         update={
-            "engine": config.engine.model_copy(update={"workers": place.workers}),
+            "engine": config.engine.model_copy(
+                update={"workers": place.workers, "most_workers": 0}
+            ),
             "sessions": sessions.model_copy(update=shared(sessions, "limit", "ended_tokens")),
             "queue": queue.model_copy(update=shared(queue, "limit", "running")),
             **shared(config, "max_unsent_bytes"),

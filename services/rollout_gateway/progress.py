@@ -11,7 +11,8 @@ from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 async def progress(gateway: Gateway) -> GetProgressResponse:
     """The gateway, then its workers. Asks no worker: one may not answer."""
-    workers = [_worker(seat) for seat in gateway.router.seats]
+    seats = gateway.router.seats
+    workers = [_worker(seat) for seat in seats if seat.process is not None or not seat.vacant]
     agents, queue = gateway.agents, gateway.queue
     counts = {
         "requests_running": queue.running,

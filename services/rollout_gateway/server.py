@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from paceline.errors import ConfigError
+from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
 from paceline.rpc.progress import add_progress
@@ -73,10 +74,10 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def running(
-    config: GatewayConfig, place: ReplicaPlace | None = None
+    config: GatewayConfig, place: ReplicaPlace | None = None, forker: Forker | None = None
 ) -> AsyncIterator[tuple[int, int]]:
     """A gateway inside the block, or a replica of one; gives its gRPC and HTTP ports."""
-    gateway = Gateway(config, place)
+    gateway = Gateway(config, place, forker)
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
     rollouts = RolloutServicer(gateway, guard)
     if place is None:

@@ -66,6 +66,10 @@ class Script:
     """What the peers are to do, and what they saw."""
 
     workers: int = 2
+    vacant: set[int] = field(default_factory=set)  # places that have no worker
+    elastic: bool = True
+    drain_waits: bool = False
+    unwilling: set[int] = field(default_factory=set)  # workers that do not start
     hold_step: int | None = None  # the rollouts of this step wait until `released`
     hold_round: str = ""  # only what has this in the ids of its groups
     equal: frozenset[str] = frozenset()  # ids of groups whose samples all get the same reward
@@ -140,8 +144,29 @@ class Gateway(RolloutServiceServicer):
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         count = self.script.workers
-        workers = [rollout_pb2.WorkerStatus(worker_index=i, ready=True) for i in range(count)]
-        return rollout_pb2.GetStatusResponse(workers=workers)
+        vacant, elastic = self.script.vacant, self.script.elastic
+        workers = [
+            rollout_pb2.WorkerStatus(worker_index=i, ready=i not in vacant, vacant=i in vacant)
+            for i in range(count)
+        ]
+        return rollout_pb2.GetStatusResponse(workers=workers, elastic=elastic)
+
+    async def AddWorkers(self, request: Any, context: Any) -> Any:
+        self.guard.check(request.context, Track.JOINING)
+        come = [one for one in request.workers if one not in self.script.unwilling]
+        self.script.vacant -= set(come)
+        self.script.order.append(f"add {list(request.workers)}")
+        await self.script.told()
+        failures = {one: "no memory" for one in request.workers if one not in come}
+        return rollout_pb2.AddWorkersResponse(workers=come, failures=failures)
+
+    async def DrainWorkers(self, request: Any, context: Any) -> Any:
+        self.guard.check(request.context, Track.LEAVING)
+        self.script.order.append(f"drain {list(request.workers)} {request.drain_s:g}")
+        await self.script.told()
+        await self.script.until(lambda: not self.script.drain_waits)
+        self.script.vacant |= set(request.workers)
+        return rollout_pb2.DrainWorkersResponse()
 
     async def RunTasks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         script, step = self.script, request.context.step
@@ -165,8 +190,10 @@ class Gateway(RolloutServiceServicer):
             script.drawn_at.setdefault(step, served.policy)
             script.rolling_out.add(step)
             await script.told()
-        for share in range(script.workers):
-            if train and share == 1:
+        sharing = list(request.workers) or [*range(script.workers)]
+        assert not script.vacant & set(sharing) or not train
+        for place, share in enumerate(sharing):
+            if train and place == 1:
                 if script.bubbles:
                     await asyncio.wait_for(script.activated.wait(), WAIT_S)
                 if script.rollout_waits:
@@ -174,9 +201,9 @@ class Gateway(RolloutServiceServicer):
                 if step == script.hold_step and script.hold_round in str(request.tasks):
                     script.holding.set()
                     await asyncio.wait_for(script.released.wait(), WAIT_S)
-            if train and share == 2:
+            if train and place == 2 and script.bubbles:
                 await asyncio.wait_for(script.joined.wait(), WAIT_S)
-            for sample in self._samples(request, share):
+            for sample in self._samples(request, place, len(sharing)):
                 rewards = scored.setdefault(sample.group_id, [])
                 rewards += [sample.reward.value] if sample.HasField("reward") else []
                 yield rollout_pb2.RunTasksResponse(sample=sample)
@@ -239,10 +266,10 @@ class Gateway(RolloutServiceServicer):
         finally:
             self.script.listening -= 1
 
-    def _samples(self, request: Any, share: int) -> Iterator[Any]:
+    def _samples(self, request: Any, share: int, shares: int) -> Iterator[Any]:
         """The share's samples: of its tasks, or of the groups that agents have brought."""
         script, step = self.script, request.context.step
-        for task in request.tasks[share :: script.workers]:
+        for task in request.tasks[share::shares]:
             for index in range(request.samples_per_task):
                 train = request.purpose == PURPOSE_TRAIN
                 sample = _sample(
@@ -251,9 +278,7 @@ class Gateway(RolloutServiceServicer):
                 if task.group_id in script.equal:
                     sample.reward.value = 0.0
                 yield sample
-        for group, size in list(enumerate(script.open_sizes))[: request.open_groups][
-            share :: script.workers
-        ]:
+        for group, size in list(enumerate(script.open_sizes))[: request.open_groups][share::shares]:
             task = rollout_pb2.TaskSpec(task_id="own", group_id=f"agent-{step}-{group}")
             for index in range(size):
                 yield _sample(task, 0, session_id=f"{group}-{index}")

@@ -70,6 +70,25 @@ async def test_forks_share_one_import_and_nothing_else(make: Make, tmp_path: Pat
     assert first["drawn"] != second["drawn"]
 
 
+async def test_an_order_finds_the_imports_that_were_begun_before_it(
+    make: Make, tmp_path: Path
+) -> None:
+    forker = make()
+    await forker.begin()
+    begun = forker.path
+    assert await ended(await fork(forker, tmp_path / "0.log")) == 3
+    assert (forker.path, (tmp_path / "imports.log").read_text()) == (begun, "imported\n")
+
+
+async def test_nothing_is_begun_where_the_run_has_a_forkserver(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forker = make()
+    monkeypatch.setenv(FORKSERVER_VARIABLE, "/of/the/run")
+    await forker.begin()
+    assert forker.path == ""
+
+
 async def test_what_a_fork_has_begun_is_done_when_it_ends(make: Make, tmp_path: Path) -> None:
     log = tmp_path / "0.log"
     assert await ended(await fork(make(), log, "late")) == 3

@@ -42,7 +42,7 @@ TOGETHER = (
     ("coordinator.samples_per_task",),
     ("coordinator.dynamic_sampling_rounds",),
 )
-WORKERS, TASKS = "gateway.engine.workers", "coordinator.tasks_path"
+WORKERS, TASKS = "gateway.engine.most_workers", "coordinator.tasks_path"
 
 
 @pytest.fixture(autouse=True)

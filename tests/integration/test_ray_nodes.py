@@ -64,6 +64,28 @@ def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path:
     assert left_over(tmp_path) == []
 
 
+def test_ranks_of_the_policy_are_on_as_many_nodes_as_its_hosts_and_start_again_without_one(
+    tmp_path: Path,
+) -> None:
+    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
+    two_hosts = ("policy_trainer.hosts=[1,1]", "coordinator.learner_slots=2")
+    with ray_nodes({HEAD: 1, **dict.fromkeys(NODES, 1)}, port) as nodes:
+        process = run_with_redis(tmp_path, f"{HEAD}:{port}", *two_hosts)
+        lines = wait_for(process, "step 1/")
+        trainer, gateway = (host_of(run, name) for name in ("policy_trainer", "gateway"))
+        (second,) = (there := nodes_of_ranks(port)) - {trainer}
+        assert there == {trainer, second}
+        assert second != gateway
+        nodes[second].kill()
+        output, _ = process.communicate(timeout=patient(400))
+        assert process.returncode == 0, "".join(lines) + output
+        assert "the run is taken up again on the nodes that there are" in output
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
+    assert summary["trajectories_lost"] == 0
+    assert left_over(tmp_path) == []
+
+
 def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     with ray_nodes({HEAD: 1, NODES[0]: 1}, port):
@@ -129,5 +151,20 @@ async def test_what_a_lost_node_was_scoring_is_scored_once_more_on_another(tmp_p
 
 def node_of(actor: int) -> str:
     """Host of the node whose actor a process is."""
-    above = " ".join(word for one in psutil.Process(actor).parents() for word in one.cmdline())
+    above = _above(psutil.Process(actor))
     return next(host for host in NODES if f"node_ip_address={host}" in above)
+
+
+def nodes_of_ranks(port: int) -> set[str]:
+    """Hosts of the policy's ranks in the cluster whose head listens there."""
+    ranks = [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        # A fork's line is as long as its parent's, filled up with spaces.
+        if " ".join(one.info["cmdline"] or ()).strip().endswith(".policy_trainer.rank")
+    ]
+    return {node_of(one.pid) for one in ranks if f"{HEAD}:{port}" in _above(one)}
+
+
+def _above(process: psutil.Process) -> str:
+    return " ".join(word for one in process.parents() for word in one.cmdline())

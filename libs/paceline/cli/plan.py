@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.arm_names import OFF
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import memory_plan
 from paceline.local.memory_plan import PolicySizes, RunPlan, ServicePlan, shown
 from paceline.local.processes import usable_cores
 from paceline.local.run_settings import gpu_settings, settings_of_run
 from paceline.models.config import read_config
+from paceline.speculators.kinds import inner_layers_read
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 _MOMENT = {"float32": memory_plan.FLOAT, "int8": memory_plan.INT8}
@@ -63,7 +65,7 @@ def plan_run(
     per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
-    slots, cores = gateway.worker_count * per_worker, usable_cores()
+    slots, cores = gateway.worker_places * per_worker, usable_cores()
     leased = coordinator.learner_slots or slots
     count = leased if elsewhere and on_gpus else len(gpus)
     named = policy.ranks or sum(policy.hosts)
@@ -180,9 +182,10 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
     )
     try:
         model = read_config(gateway.model_dir, experts=gateway.engine.kind == "sglang")
+        states = _kept_states(gateway, model.num_layers)
     except PacelineError as error:
         return [f"no memory plan: {error}"]  # its service says what is wrong with a model
-    engine, on_gpus = _engine(gateway, model, gpus)
+    engine, on_gpus = _engine(gateway, model, states, gpus)
     if model.experts:
         return [str(engine), "a model with experts is served, by `paceline serve`, and not trained"]
     plan = RunPlan(
@@ -218,9 +221,17 @@ def _memory(found: dict[str, Any], ranks: int, gpus: Sequence[int]) -> list[str]
     return [*map(str, plan.services), *([short] if needed > ram else [])]
 
 
-def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
+def _kept_states(gateway: Any, num_layers: int) -> int:
+    """Hidden states that the embedded engine keeps of a token, for its drafter and its rows."""
+    drafters = (gateway.drafter, *gateway.engine.embedded.more_drafters)
+    if gateway.engine.kind != "embedded" or not (gateway.trajectories or set(drafters) - {OFF}):
+        return 0
+    return 1 + len(gateway.features.layers or inner_layers_read(drafters, num_layers))
+
+
+def _engine(gateway: Any, model: Any, states: int, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
     """The plan of the engine's workers, and whether they compute on GPUs."""
-    engine, workers = gateway.engine, gateway.worker_count
+    engine, workers = gateway.engine, gateway.worker_places
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
         memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)
@@ -236,14 +247,17 @@ def _engine(gateway: Any, model: Any, gpus: Sequence[int]) -> tuple[ServicePlan,
             saver=own.memory_saver,
         )
         return plan, True
-    slots = engine.max_batch + (engine.embedded.prefix_slots if engine.kind == "embedded" else 0)
+    embedded = engine.kind == "embedded"
     tokens = min(engine.max_sequence_tokens, model.max_position_embeddings)
     return memory_plan.embedded_plan(
         model,
         workers=workers,
-        slots=slots,
+        running=engine.max_batch,
+        kept=engine.embedded.prefix_slots if embedded else 0,
         tokens=tokens,
         item=item,
+        states=states,
+        drafter=embedded and gateway.drafter != OFF,
         saver=engine.embedded.memory_saver,
         matrix_item=1 if engine.profile else 0,  # every profile has eight bits
     ), False

@@ -24,7 +24,7 @@ from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient
-from paceline.local.services import SERVICES
+from paceline.local.services import RANK_HOST, service
 from paceline.report.machine import versions
 
 _RESERVED_S = 60.0
@@ -199,13 +199,15 @@ class _ClusterRun:
         return [*self._run.overrides, *self.addresses]
 
     def launches(self, made: Sequence[Launch]) -> list[Launch]:
-        """Of a run's services and the forkservers of its pools; ports are looked at where they
-        are bound.
+        """Of a run's services, the forkservers of its pools and what holds ranks on other hosts;
+        ports are looked at where they are bound.
         """
         forkservers = [
             Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))
         ]
-        return [*forkservers, *(replace(one, ports=()) for one in made)]
+        named = [name for pool in self._run.pools for name in pool.services]
+        hosts = [Launch(name, ("",)) for name in named if name.startswith(RANK_HOST)]
+        return [*forkservers, *hosts, *(replace(one, ports=()) for one in made)]
 
     def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptService:
         """What keeps one of them running."""
@@ -274,7 +276,7 @@ class _ClusterRun:
 
     def _modules(self, pool: Pool) -> list[str]:
         """That the services of a pool fork from."""
-        return [module for spec in SERVICES if spec.name in pool.services for module in spec.forked]
+        return [module for name in pool.services for module in service(name).forked]
 
     def _forkserver(self, pool: Pool) -> str:
         """Its name in a pool; "" where nothing forks."""

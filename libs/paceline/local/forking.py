@@ -90,6 +90,12 @@ class Forker:
         """Of the socket of its own forkserver; "" before it has one."""
         self._starting = asyncio.Lock()
 
+    async def begin(self) -> None:
+        """Starts a forkserver of its own, unless the run has one: orders find it importing."""
+        if not os.environ.get(FORKSERVER_VARIABLE, ""):
+            async with self._starting:
+                await self._begin()
+
     async def fork(
         self, module: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
     ) -> Forked:
@@ -143,18 +149,21 @@ class Forker:
                 with suppress(Unavailable):  # it is just ending
                     await _imported(self.path)
                     return await _connect(self.path)
-            await self.close()
-            listening = listen()
-            self.path = listening.getsockname()
-            with listening, self._log.open("ab") if self._log else nullcontext() as log:
-                self._own = await asyncio.create_subprocess_exec(
-                    *_command(self._modules),
-                    stdin=listening.fileno(),
-                    stdout=log,
-                    stderr=log,
-                    env=child_environment(IMPORT_ENVIRONMENT),
-                )
-                return await _connect(self.path)
+            await self._begin()
+            return await _connect(self.path)
+
+    async def _begin(self) -> None:
+        await self.close()
+        listening = listen()
+        self.path = listening.getsockname()
+        with listening, self._log.open("ab") if self._log else nullcontext() as log:
+            self._own = await asyncio.create_subprocess_exec(
+                *_command(self._modules),
+                stdin=listening.fileno(),
+                stdout=log,
+                stderr=log,
+                env=child_environment(IMPORT_ENVIRONMENT),
+            )
 
 
 async def _ordered(module: str, connection: socket.socket, order: bytes) -> Forked:

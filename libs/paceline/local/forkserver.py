@@ -13,7 +13,6 @@ Python itself would start otherwise, and for a module that is not imported here,
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -30,6 +29,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
+from paceline.local.importing import uncollected
 from paceline.local.processes import PARENT_VARIABLE, die_with_parent, keep_files_private
 
 ORDER_BYTES = 1 << 20
@@ -77,13 +77,10 @@ def main() -> NoReturn:
 
 
 def _import(modules: Sequence[str]) -> None:
-    gc.disable()  # a quarter of the time of an import of torch and transformers
-    for module in modules:
-        with suppress(Exception, SystemExit):  # it is imported again, and fails, in the fork
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection would write to the pages that are shared
-    gc.enable()
+    with uncollected():
+        for module in modules:
+            with suppress(Exception, SystemExit):  # it is imported again, and fails, in the fork
+                importlib.import_module(module)
 
 
 class _Server:

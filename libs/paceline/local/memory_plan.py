@@ -16,6 +16,8 @@ FLOAT = 4
 """Bytes of a number that is trained."""
 INT8 = 1 + FLOAT / 256
 """Bytes of a moment of eight bits, of which 256 share a scale."""
+TOKEN_ID = 8
+"""Bytes of a token's id in the embedded engine."""
 LIBRARIES = 1 << 30
 """Bytes that CUDA and NCCL keep for one process on a GPU, about."""
 LOGITS = 4
@@ -135,20 +137,31 @@ def embedded_plan(
     model: ModelConfig,
     *,
     workers: int,
-    slots: int,
+    running: int,
+    kept: int,
     tokens: int,
     item: int,
+    states: int,
+    drafter: bool,
     saver: bool,
     matrix_item: int = 0,
 ) -> ServicePlan:
-    """Workers with `slots` sequences of `tokens` tokens each; `item`: bytes of a number, in the
-    layers' matrices `matrix_item` where that is not 0.
+    """Workers with `running` sequences of `tokens` tokens each and as long `kept` ones, `states`
+    hidden states a token, and a drafter of one layer like the model's; `item`: bytes of a number,
+    in the layers' matrices `matrix_item` where that is not 0.
     """
-    matrices = model.num_layers * layer_parameters(model)
-    weights = item * embedding_parameters(model) + (matrix_item or item) * matrices
-    keys = item * slots * tokens * model.num_layers * model.kv_width
-    parts = {"weights": weights, "keys and values": keys}
-    return ServicePlan("gateway", workers, parts, 0 if saver else weights + keys)
+    matrices, cells = model.num_layers * layer_parameters(model), (running + kept) * tokens
+    one = layer_parameters(replace(model, experts=0, experts_per_token=0))
+    own = one + 2 * model.hidden_size**2 + running * tokens * model.kv_width
+    parts = {
+        "weights": item * embedding_parameters(model) + (matrix_item or item) * matrices,
+        "keys and values": item * cells * model.num_layers * model.kv_width,
+        "hidden states": item * cells * states * model.hidden_size,
+        "token ids": TOKEN_ID * cells,
+        "drafter": item * own if drafter else 0,
+    }
+    remain = ("token ids", "drafter") if saver else parts
+    return ServicePlan("gateway", workers, parts, sum(parts[name] for name in remain))
 
 
 def sglang_plan(

@@ -188,13 +188,14 @@ class ScalePlan:
         """Hidden states of all tokens of a step, if all were captured."""
         return HALF * CAPTURED_LAYERS * self.model.shape.hidden_size * self.tokens
 
-    def round_s(self, requests: float, context: float) -> float:
-        """Of a decode round with so many requests of so many tokens: weights, keys and values are
-        read once, or the products take longer.
+    def round_s(self, requests: float, context: float, tokens: int = 1) -> float:
+        """Of a decode round with so many requests of so long a context, each with so many new
+        tokens: weights, keys and values are read once, or the products take longer.
         """
         degree, hardware = self.model.tensor_parallel, self.hardware
-        read = HALF * self.model.read(requests) / degree + requests * context * self.token_bytes
-        products = 2 * parameters(self.model.active) * requests / degree
+        multiplied = requests * tokens
+        read = HALF * self.model.read(multiplied) / degree + requests * context * self.token_bytes
+        products = 2 * parameters(self.model.active) * multiplied / degree
         return max(
             read / (hardware.read * hardware.read_bytes_s),
             products / (hardware.computed * hardware.flops),

@@ -13,8 +13,8 @@ class ServiceSpec:
 
     name: str  # also its config section and its log file
     module: str
-    settings: str  # where its settings class is, as import_object takes it; "" for Redis
-    address_key: str  # key of [addresses] it listens on; "" for Redis, whose URL stands in [redis]
+    settings: str  # where its settings class is, as import_object takes it; "" without one
+    address_key: str  # key of [addresses] it listens on; "" for none
     depends_on: tuple[str, ...]  # services that must be healthy first
     label: str  # group in a dashboard
     more_address_keys: tuple[str, ...] = ()  # further keys of [addresses] it binds
@@ -30,13 +30,14 @@ class ServiceSpec:
         return self.name.replace("_", "-")
 
 
+REDIS = "paceline.local.redis"
+"""Module of the servers, which listen where [redis] says and not at an address of the run's."""
+
 SERVICES: tuple[ServiceSpec, ...] = (
-    ServiceSpec(
-        "redis", "paceline.local.redis", "", "", (), "data", arguments=("--role", "durable")
-    ),
+    ServiceSpec("redis", REDIS, "", "", (), "data", arguments=("--role", "durable")),
     ServiceSpec(
         "redis_features",
-        "paceline.local.redis",
+        REDIS,
         "",
         "",
         (),
@@ -93,10 +94,35 @@ SERVICES: tuple[ServiceSpec, ...] = (
 )
 
 
+RANK_HOST = "rank_host_"
+"""What holds ranks of the policy on another host is called, before its number."""
+
+
+def rank_host(number: int) -> ServiceSpec:
+    """What holds the policy's ranks on that host of `policy_trainer.hosts`, where a launcher starts
+    it: it waits for the trainer, as the trainer does for it.
+    """
+    return ServiceSpec(
+        f"{RANK_HOST}{number}",
+        "paceline.services.policy_trainer.rank_host",
+        "",
+        "",
+        (),
+        "training",
+        arguments=("--host", str(number)),
+        forked=service("policy_trainer").forked,
+    )
+
+
 def service(name: str) -> ServiceSpec:
-    """The service of this name, with - or _; NotFound names the others."""
+    """The service of this name, with - or _, or what holds ranks for one; NotFound names the
+    others.
+    """
+    wanted = name.replace("-", "_")
+    if (number := wanted.removeprefix(RANK_HOST)) != wanted and number.isdecimal():
+        return rank_host(int(number))
     for spec in SERVICES:
-        if spec.name == name.replace("-", "_"):
+        if spec.name == wanted:
             return spec
     raise NotFound(
         "no such service", seen=name, allowed=", ".join(spec.command_name for spec in SERVICES)

@@ -23,7 +23,7 @@ from paceline.local.hung import HUNG_S
 from paceline.local.launch import ChildEvent, Keep, Launch, RestartPolicy, Supervised
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
-from paceline.local.services import SERVICES, ServiceSpec
+from paceline.local.services import REDIS, SERVICES, ServiceSpec
 from paceline.rpc import wait_healthy
 
 EXTERNAL_REDIS_S = 5.0
@@ -221,8 +221,10 @@ def service_launch(
 def launch_of(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
     """How to start one service. Raises Unavailable or ConfigError for a Redis that cannot be."""
     command = (sys.executable, "-m", spec.module, *spec.arguments, *arguments)
-    if not spec.address_key:
+    if spec.module == REDIS:
         return _redis_launch(spec, config, command)
+    if not spec.address_key:
+        return Launch(spec.name, command, None, spec.depends_on)
     address = getattr(config.addresses, spec.address_key)
 
     async def healthy(deadline_s: float) -> None:

@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 
 import grpc
@@ -48,6 +49,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=64)
 def names_loopback(host: str) -> bool:
     """Whether the Host header of an HTTP request names this machine: another name that resolves to
     loopback is the page of another site (DNS rebinding). A port may be left out.

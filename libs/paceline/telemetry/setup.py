@@ -12,12 +12,13 @@ from paceline.errors import NotFound
 from paceline.telemetry.log import configure_log
 from paceline.telemetry.metrics import use_meter
 from paceline.telemetry.trace import use_tracer
+from paceline.telemetry.unexported import UnexportedSpans, new_span_id, new_trace_id
 
 if TYPE_CHECKING:
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
     from prometheus_client import CollectorRegistry
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,7 +28,9 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class _Running:
     """Providers between `setup` and `shutdown`, and where metrics wait for `prometheus_page`."""
 
-    providers: tuple[TracerProvider, MeterProvider, LoggerProvider | None] | None = None
+    providers: (
+        tuple[SdkTracerProvider | UnexportedSpans, MeterProvider, LoggerProvider | None] | None
+    ) = None
     registry: CollectorRegistry | None = None
     ended: tuple[str, int] = ("", 0)  # name of the last span, and when in ns since the epoch
 
@@ -102,7 +105,13 @@ def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerPr
     return provider
 
 
-def _traces(service: str, config: TelemetryConfig, resource: Resource) -> TracerProvider:
+def _traces(
+    service: str, config: TelemetryConfig, resource: Resource
+) -> SdkTracerProvider | UnexportedSpans:
+    """Spans for a directory and an endpoint; where there is neither, spans that have only ids."""
+    if not config.spans_dir and not _otlp_wanted("TRACES"):
+        return UnexportedSpans(_note_end)
+
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
@@ -110,19 +119,16 @@ def _traces(service: str, config: TelemetryConfig, resource: Resource) -> Tracer
         """Keeps the name of the span that ended last."""
 
         def on_end(self, span: ReadableSpan) -> None:
-            if not span.name.startswith("ProgressService."):
-                _Running.ended = (span.name, span.end_time or time.time_ns())
+            _note_end(span.name, span.end_time or time.time_ns())
 
     class SystemIds(IdGenerator):
-        """Ids from the operating system: seeding `random` for a run must not make two processes'
-        ids equal.
-        """
+        """The same ids as those of spans that are not exported."""
 
         def generate_trace_id(self) -> int:
-            return int.from_bytes(os.urandom(16)) or 1  # 0 is no id
+            return new_trace_id()
 
         def generate_span_id(self) -> int:
-            return int.from_bytes(os.urandom(8)) or 1
+            return new_span_id()
 
     provider = TracerProvider(resource=resource, id_generator=SystemIds())
     provider.add_span_processor(Last())
@@ -141,8 +147,13 @@ def _traces(service: str, config: TelemetryConfig, resource: Resource) -> Tracer
     return provider
 
 
+def _note_end(name: str, ended_ns: int) -> None:
+    if not name.startswith("ProgressService."):
+        _Running.ended = (name, ended_ns)
+
+
 def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
-    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 
     readers: list[MetricReader] = []
@@ -156,7 +167,9 @@ def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
 
         _Running.registry = CollectorRegistry()
         readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
-    return MeterProvider(metric_readers=readers, resource=resource)
+    # A point keeps an example's trace only for an endpoint: the page has no place for it.
+    examples = None if _otlp_wanted("METRICS") else AlwaysOffExemplarFilter()
+    return MeterProvider(metric_readers=readers, resource=resource, exemplar_filter=examples)
 
 
 def _otlp_wanted(signal: str) -> bool:

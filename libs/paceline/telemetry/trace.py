@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import (
     Link,
     NoOpTracerProvider,
@@ -16,6 +16,7 @@ from opentelemetry.trace import (
     Tracer,
     TracerProvider,
     get_current_span,
+    set_span_in_context,
 )
 from opentelemetry.util.types import AttributeValue
 
@@ -57,20 +58,22 @@ def span(
 
     `parent` None is the current span; `links` are traceparent strings, invalid ones are left out.
     """
-    with tracer().start_as_current_span(
+    opened = tracer().start_span(
         name,
         context=parent,
         kind=SpanKind[kind.upper()],
         links=_linked(links),
         attributes=attributes,
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as opened:
-        try:
-            yield opened
-        except Exception as error:
-            mark_failed(opened, error)
-            raise
+    )
+    token = attach(set_span_in_context(opened))
+    try:
+        yield opened
+    except Exception as error:
+        mark_failed(opened, error)
+        raise
+    finally:
+        detach(token)
+        opened.end()
 
 
 def open_span(name: str, attributes: Attributes, links: Sequence[str] = ()) -> Span:

@@ -4,7 +4,6 @@ Owns bytes, not models.
 """
 
 from paceline.weights.announcing import build_manifest
-from paceline.weights.manifest import ACCEPTANCE, CONFIG
 from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.reception import WeightHooks
@@ -15,8 +14,6 @@ from paceline.weights.shared_spool import SharedSpool
 from paceline.weights.spool import Spool
 
 __all__ = [
-    "ACCEPTANCE",
-    "CONFIG",
     "SERVICE_NAME",
     "Delivery",
     "Parcel",

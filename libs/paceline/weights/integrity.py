@@ -17,8 +17,9 @@ from google.protobuf import json_format
 from paceline.errors import DataLoss, InvalidInput
 from paceline.tensors import safetensors_header
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weight_documents import DOCUMENTS
 from paceline.weights.chunks import content_hash
-from paceline.weights.manifest import DOCUMENTS, check_manifest, layouts
+from paceline.weights.manifest import check_manifest, layouts
 
 TENSORS, MANIFEST = "model.safetensors", "manifest.json"
 

@@ -15,6 +15,7 @@ from paceline.v1.weights_pb2 import (
     TensorSpec,
     WeightEncoding,
 )
+from paceline.weight_documents import DOCUMENTS
 from paceline.weights.threads import in_threads
 
 ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "sparse_delta"}
@@ -23,12 +24,6 @@ ENCODING_NAMES = {WEIGHT_ENCODING_FULL: "full", WEIGHT_ENCODING_SPARSE_DELTA: "s
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
 """Word of each WeightTarget, used in messages and directory names."""
 
-CONFIG, ACCEPTANCE, ADAPTERS = "config", "acceptance", "adapters"
-DOCUMENTS = {CONFIG: "config.json", ACCEPTANCE: "acceptance.json", ADAPTERS: "adapters.json"}
-"""Keys of a manifest's metadata that hold the text of a JSON object, and the file beside the
-tensors that it becomes: what the tensors are, what of a drafter's drafts is accepted, and what a
-policy's adapters are added to.
-"""
 MAX_DOCUMENT_BYTES = 64 << 10
 
 MIN_CHUNK_BYTES = 4 << 10

@@ -23,6 +23,7 @@ from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted,
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
+from paceline.weight_documents import DOCUMENTS
 from paceline.weights.chunks import chunk_span
 from paceline.weights.committed_sets import CommittedSets, Part, named, part_version
 from paceline.weights.handover import ScratchFile
@@ -34,7 +35,7 @@ from paceline.weights.integrity import (
     header_of,
     read_manifest,
 )
-from paceline.weights.manifest import DOCUMENTS, TARGET_NAMES, check_manifest, target_name
+from paceline.weights.manifest import TARGET_NAMES, check_manifest, target_name
 from paceline.weights.memory import allocate, available_bytes
 from paceline.weights.metrics import VERSIONS_DAMAGED
 from paceline.weights.threads import in_threads

@@ -8,21 +8,12 @@ the gate promotes meanwhile waits. A profile is served with the next policy.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from paceline.services.coordinator.machine import events
-from paceline.services.coordinator.machine.decision import Decision, refused
+from paceline.services.coordinator.machine.decision import Decision, Objection, refused
+from paceline.services.coordinator.machine.staff import against_joining, against_leaving
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
-
-
-class Objection(NamedTuple):
-    """Why an operator does not get what they ask for."""
-
-    message: str
-    seen: object
-    allowed: str
-
 
 Choice = (
     events.Paused
@@ -30,6 +21,8 @@ Choice = (
     | events.DrafterChosen
     | events.DrafterUnpinned
     | events.ProfileChosen
+    | events.WorkersRequested
+    | events.DrainRequested
 )
 
 
@@ -42,6 +35,10 @@ def objection(state: State, event: Choice) -> Objection | None:
             return _against_drafter(state, event)
         case events.ProfileChosen():
             return _against_profile(state, event)
+        case events.WorkersRequested():
+            return against_joining(state, event)
+        case events.DrainRequested():
+            return against_leaving(state, event)
     return None
 
 

@@ -17,6 +17,14 @@ class Decision(NamedTuple):
     enters: Phase | None = None
 
 
+class Objection(NamedTuple):
+    """Why an operator does not get what they ask for."""
+
+    message: str
+    seen: object
+    allowed: str
+
+
 def refused(state: State, event: Event, seen: int, current: int) -> Decision:
     """Nothing changes."""
     return Decision(state, (Refuse(type(event).__name__, seen, current),))

@@ -294,6 +294,43 @@ class ProfileChosen(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersRequested(Event):
+    """An operator wants workers in vacant places."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested(Event):
+    """An operator wants workers to leave."""
+
+    workers: tuple[int, ...]
+    drain_s: float  # that their requests have to end
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersJoined(CallAnswer):
+    """Added workers serve, the committed set from their first request on."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRefused(CallAnswer):
+    """Workers that were to be added do not start."""
+
+    workers: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersLeft(CallAnswer):
+    """Drained workers are gone; what they ran has ended or goes on elsewhere."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceLost(Event):
     """A call failed because its peer is not there."""
 

@@ -72,6 +72,17 @@ def group(state: State, event: events.GroupClosed) -> Mark:
     return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
 
 
+def joining(state: State, event: events.WorkersJoined | events.JoinRefused) -> Mark:
+    """Late when the call has been made again, and when it has been answered for these workers."""
+    over = any(not state.joining.called >> worker & 1 for worker in event.workers)
+    return Mark("epoch", event.epoch, state.joining.epoch, over)
+
+
+def leaving(state: State, event: events.CallAnswer) -> Mark:
+    """Late when the call has been answered or made again."""
+    return Mark("epoch", event.epoch, state.leaving.epoch, over=not state.leaving.called)
+
+
 def lease(state: State, event: events.CallAnswer) -> Mark:
     """Late when the drafter's lease is over."""
     return Mark("epoch", event.epoch, state.lease_epoch, over=state.lease is None)
@@ -103,6 +114,7 @@ DEADLINES: dict[str, Callable[[State, events.CallAnswer], Mark]] = {
     "rollout": rollout_call,
     "policy": learner_call,
     "commit": learner_call,
+    "drain": leaving,
 }
 """What makes a Deadline late, by what took too long; else `call` does."""
 

@@ -145,8 +145,9 @@ def can_judge(state: State) -> bool:
     """Whether a worker may try the next set before the others: where there are two or more, one of
     them that the drafter does not have.
     """
-    workers = state.settings.workers
-    return workers < 2 or state.workers.counted(WorkerState.TRAINING) < workers
+    counted = state.workers.counted
+    stay = len(state.workers) - counted(WorkerState.ABSENT) - counted(WorkerState.LEAVING)
+    return stay < 2 or counted(WorkerState.TRAINING) < stay
 
 
 def at_rest(state: State) -> bool:

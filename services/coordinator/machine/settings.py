@@ -30,7 +30,7 @@ class CommitMode(StrEnum):
 
 
 KEPT = {
-    "workers": "gateway.engine.workers",
+    "workers": "gateway.engine.most_workers",
     "slots_per_worker": "coordinator.slots_per_worker",
     "learner_slots": "coordinator.learner_slots",
     "placement": "coordinator.placement",
@@ -50,7 +50,9 @@ RunSettings, and the setting that it comes from.
 class RunSettings:
     """What the machine decides by; journaled with RunStarted so that a replay needs no config."""
 
-    workers: int = 1
+    workers: int = 1  # places of them
+    vacant: int = 0  # places that have none at the begin, a bit each
+    elastic: bool = False  # workers may join and leave
     slots_per_worker: int = 1
     total_steps: int = 1
     training_interval_steps: int = 10

@@ -83,6 +83,16 @@ class DrafterPin:
 
 
 @dataclass(frozen=True, slots=True)
+class Staffing:
+    """Workers that an operator wants to join, or to leave."""
+
+    workers: int = 0  # a bit each
+    called: int = 0  # those of them that the gateway has been asked for
+    epoch: int = 0  # of the newest call
+    drain_s: float = 0.0  # that the requests of those who leave have to end
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnStep:
     """The tasks of a step, from StepBegan until all their groups are trained."""
 
@@ -167,6 +177,8 @@ class State:
     paused: bool = False  # an operator wants no step to begin
     drafter_benched: bool = False  # it has failed: no lease before the next share
     drafter_rests_until: int = 0  # a step; its training was frozen
+    joining: Staffing = Staffing()
+    leaving: Staffing = Staffing()
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()
     quarantined: tuple[str, ...] = ()  # paths that the audit found inexact, as they were found
@@ -191,6 +203,12 @@ class State:
         """State of the worker that lives on a slot; None on a slot of the learner's own."""
         engine = slot < self.settings.engine_slots
         return self.workers[slot // self.settings.slots_per_worker] if engine else None
+
+    @property
+    def away(self) -> int:
+        """Places whose workers get no tasks: there is none, or it leaves; a bit each."""
+        away = (WorkerState.ABSENT, WorkerState.LEAVING)
+        return sum(1 << one for state in away for one in self.workers.where(state))
 
     @property
     def phases(self) -> frozenset[Phase]:

@@ -11,13 +11,12 @@ import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from paceline.errors import DataLoss, InvalidInput, Unavailable
-from paceline.messages import stats_from_proto
 from paceline.services.rollout_gateway.calls.spans import STAGE_SPANS, asked
 from paceline.services.rollout_gateway.chat.messages import Delta, Message
 from paceline.services.rollout_gateway.chat.parse import ChatParser, finish_name
@@ -43,8 +42,7 @@ UNASKED = Sampling(UNSEEDED, 0)
 _RECORDED = (tpb.FINISH_REASON_STOP, tpb.FINISH_REASON_LENGTH)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """News of a completion. chunk.finish_reason is set on the last piece."""
 
     chunk: pb.TokenChunk
@@ -52,6 +50,16 @@ class Piece:
     delta: Delta | None = None  # of a conversation: what the text means
     finish: str = ""  # on the last piece: "stop" | "length" | "tool_calls" | "abort" | "error"
     start: int = 0  # characters that were said before it
+
+    @property
+    def content(self) -> str | None:
+        """What it says where it says nothing else; None on the last piece, and with reasoning or
+        calls.
+        """
+        delta = self.delta
+        if self.finish or (delta is not None and (delta.reasoning or delta.tool_calls)):
+            return None
+        return self.text if delta is None else delta.content
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +118,24 @@ class Call:
     engine: EngineAccess
     plan: Plan
     generation: Generation | None = field(default=None, init=False)
-    text: str = field(default="", init=False)
     finish: str = field(default="", init=False)  # of the last piece
     _recorded: bool = field(default=False, init=False)
     _decoded: int = field(default=0, init=False)  # tokens whose text is known
+    _texts: list[str] = field(
+        default_factory=list, init=False
+    )  # one growing string would be copied
+    _characters: int = field(default=0, init=False)  # of all texts
 
     def __post_init__(self) -> None:
         plan = self.plan
         self._parser = plan.parser() if plan.parser is not None else None
         kept = self._parser.kept if self._parser is not None else ()
         self._decoder = self.engine.codec.stream(plan.sampling.stop, kept)
+
+    @property
+    def text(self) -> str:
+        """All that was said."""
+        return "".join(self._texts)
 
     @property
     def whole(self) -> pb.TokenChunk:
@@ -202,8 +218,9 @@ class Call:
         """The text of new tokens, and what it means."""
         finish = FINISH_NAMES[chunk.finish_reason]
         news = self._text(chunk)
-        start, delta = len(self.text), None
-        self.text += news
+        start, delta = self._characters, None
+        self._texts.append(news)
+        self._characters += len(news)
         if self._parser is not None:
             delta = self._parser.push(news)
             if finish:
@@ -233,12 +250,15 @@ class Call:
         """What has become certain with a chunk. Stop strings count from min_tokens on."""
         sampling, shown = self.plan.sampling, list(chunk.token_ids)
         keep = sampling.include_stop_str_in_output
-        if self._stopping_token(chunk) is not None and not keep:
-            shown = shown[:-1]
-        early = max(sampling.min_tokens - 1 - self._decoded, 0)
+        if chunk.finish_reason and not keep and self._stopping_token(chunk) is not None:
+            shown.pop()
+        early = sampling.min_tokens - 1 - self._decoded
         self._decoded += len(shown)
-        text = self._decoder.push(shown[:early], early=True) if early else ""
-        text += self._decoder.push(shown[early:])
+        text = ""
+        if early > 0:
+            text = self._decoder.push(shown[:early], early=True)
+            shown = shown[early:]
+        text += self._decoder.push(shown)
         if chunk.finish_reason:
             text += self._decoder.finish(chunk.matched_stop, keep=keep)
         return text
@@ -273,7 +293,7 @@ class Call:
             finish=FINISH_NAMES[chunk.finish_reason],
             seed=generation.request.sampling.seed,
             temperature=generation.request.sampling.temperature,
-            speculation=stats_from_proto(chunk.speculation),
+            speculation=generation.speculation,
             smallest_gap=chunk.smallest_gap,
             message=message,
             digest=message.digest(plan.digest) if message is not None else b"",

@@ -79,7 +79,8 @@ class Planner:
         turn, count = found or (None, 0)
         known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
         longest = self._readable(asked)
-        held = Held(self._holds_calls(given), asked.sampling(1).json_schema)
+        holds = self._holds_calls(given)
+        held = Held(holds, asked.sampling(1).json_schema if holds else "")
         prompt = await self._aside.run(
             asked.size, lambda: self._prompts.prompt(request, known, longest, held)
         )

@@ -61,17 +61,27 @@ class FairQueue:
 
         Raises ConfigError.
         """
-        self._places = config.running or running
-        if self._places < 1:
-            raise ConfigError(
-                "a queue needs a place to lead to", seen=self._places, allowed="at least 1"
-            )
         self._config = config
         self._inside = 0
         # By key; whose turn is next comes first. A future is done once its request has a place.
         self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
         self._waiting = 0
         self._pace = _Pace()
+        self.lead_to(running)
+
+    def lead_to(self, running: int) -> None:
+        """So many requests are inside at once from now on, as of `__init__`: those that there is
+        room for now enter, and where there are too many as many leave first.
+        """
+        self._places = self._config.running or running
+        if self._places < 1:
+            raise ConfigError(
+                "a queue needs a place to lead to", seen=self._places, allowed="at least 1"
+            )
+        while self._lines and self._inside < self._places:
+            self._inside += 1
+            metrics.QUEUE_RUNNING.record(1)
+            self._leave()
 
     @property
     def running(self) -> int:
@@ -143,7 +153,7 @@ class FairQueue:
 
         A cancelled one whose task has not run yet costs its key no turn.
         """
-        while self._lines:
+        while self._lines and self._inside <= self._places:
             key, line = next(iter(self._lines.items()))
             called = next(iter(line))
             self._forget(key, called)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+_SPELLED = json.JSONEncoder(ensure_ascii=False)
 _LARGEST_EXACT = 2**53
 """Whole numbers up to this one are the same as int and as float."""
 
@@ -81,7 +82,7 @@ class Message:
         calls = [[call.call_id, call.name, _canonical(call.arguments)] for call in self.tool_calls]
         parts = [self.role, self.content, self.reasoning, calls, self.tool_call_id, self.name]
         return hashlib.sha256(
-            before + json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            before + _SPELLED.encode(parts).encode("utf-8", "surrogatepass")
         ).digest()
 
 

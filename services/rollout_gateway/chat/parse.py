@@ -69,6 +69,7 @@ class ChatParser:
         self._text = GrowingText()
         self._news: list[Delta] = []  # what the next delta will say
         self._calls = 0
+        self._only_content = False  # nothing is looked for in what still comes
         self._reading = self._message(reasoning, starts_in_reasoning)
         self._text.push(forced)
 
@@ -79,6 +80,10 @@ class ChatParser:
         """
         if self._text.ended:
             raise InternalError("text after the end of the response", seen=text[:80])
+        if self._only_content:
+            delta = Delta(text)
+            self.deltas.append(delta)
+            return delta
         self._text.push(text)
         return self._next()
 
@@ -162,10 +167,10 @@ class ChatParser:
             self._tell(harmony, calls)
 
     def _all_content(self) -> Reading[None]:
-        self._news.append(Delta(self._text.forget()))
-        while (yield from self._text.peek()):
+        if (yield from self._text.peek()):
             self._text.take_known(_ALL)
-            self._news.append(Delta(self._text.forget()))
+        self._news.append(Delta(self._text.forget()))
+        self._only_content = True
 
     def _speech(self, tool_format: ToolFormat) -> Reading[None]:
         """Content and calls. White space is kept until it is known what it precedes."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What bytes that are no character, or not yet, are decoded to."""
 LONGEST_BROKEN = 16
 """Tokens held back at most while no whole character appears; broken bytes are given out after that.
 """
@@ -44,7 +46,7 @@ class TextStream:
         the response yet.
         """
         self._window += token_ids
-        news = self._advance(final=False)
+        news = self._whole() or self._advance(final=False)
         if not self._stop:
             return news
         self._held += news
@@ -64,6 +66,18 @@ class TextStream:
         said, found, _ = text.partition(matched_stop)
         return said + found * keep
 
+    def _whole(self) -> str:
+        """Text of all ids where nothing depends on others and all characters are whole, as nearly
+        always; else empty.
+        """
+        if not self._adds_up or self._known:
+            return ""
+        text = self._decode(self._window)
+        if text.endswith(BROKEN):
+            return ""
+        self._window = []
+        return text
+
     def _advance(self, *, final: bool) -> str:
         """Text of the ids up to the last whole character; of all ids when final or when none is in
         sight.
@@ -73,7 +87,7 @@ class TextStream:
         for left_out in range(min(pending, CHARACTER_BYTES)):
             size = len(self._window) - left_out
             after = self._decode(self._window[:size])
-            if after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}"):
+            if after.startswith(before) and not after.endswith(BROKEN):
                 rest = self._give(size, after[len(before) :], whole=self._adds_up)
                 return rest + self._advance(final=True) if final and left_out else rest
         if final or pending > LONGEST_BROKEN:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ class TextCodec:
         become text.
         """
         if not keep:
-            return TextStream(self.decode, tuple(stop), adds_up=self._adds_up)
+            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+            return TextStream(decode, tuple(stop), adds_up=self._adds_up)
         dropped = {token_id for token_id, text in self._special.items() if text not in keep}
         return TextStream(
             lambda ids: self.decode_all([one for one in ids if one not in dropped]),

@@ -136,6 +136,12 @@ NO_EFFECT = {
     "include_stop_str_in_output",
 }
 """What changes no log-prob of a token that was drawn."""
+_UNTRAINED = {
+    field.name: field.default
+    for field in fields(Sampling)
+    if field.name not in RECOMPUTED | NO_EFFECT
+}
+"""The others, with the values under which they change nothing."""
 OVERRIDABLE = (
     "temperature",
     "top_p",
@@ -231,10 +237,9 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: 
 def untrainable(sampling: Sampling) -> dict[str, object]:
     """The parameters, with their values, under which log-probs cannot be computed again."""
     found: dict[str, object] = {
-        field.name: getattr(sampling, field.name)
-        for field in fields(Sampling)
-        if field.name not in RECOMPUTED | NO_EFFECT
-        and getattr(sampling, field.name) != field.default
+        name: value
+        for name, default in _UNTRAINED.items()
+        if (value := getattr(sampling, name)) != default
     }
     if not sampling.temperature > 0:
         found["temperature"] = sampling.temperature

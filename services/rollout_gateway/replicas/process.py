@@ -8,11 +8,14 @@ import asyncio
 import sys
 from pathlib import Path
 
-from paceline.local.entry import run_part
-from paceline.local.processes import open_many_files
-from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.place import read_place
-from paceline.services.rollout_gateway.server import running
+from paceline.local.importing import uncollected
+
+with uncollected():
+    from paceline.local.entry import run_part
+    from paceline.local.processes import open_many_files
+    from paceline.services.rollout_gateway.config import GatewayConfig
+    from paceline.services.rollout_gateway.place import read_place
+    from paceline.services.rollout_gateway.server import running
 
 if __name__ == "__main__":
     place, config = read_place(Path(sys.argv[1]))

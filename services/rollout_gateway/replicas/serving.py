@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from paceline.errors import PacelineError
+from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
 from paceline.local.processes import open_many_files, usable_cores
 from paceline.local.tokens import example_call
@@ -38,13 +39,13 @@ from paceline.weights import SERVICE_NAME, Spool, add_weight_service
 log = get_logger(__name__)
 
 
-async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set and close everything.
+async def serve(config: GatewayConfig, stop: asyncio.Event, forker: Forker | None = None) -> None:
+    """Serve until `stop` is set and close everything. `forker`: of the workers of one process.
 
     Raises ConfigError for settings that cannot work, Unavailable when a replica cannot be kept.
     """
     open_many_files()
-    async with running(config) as head:
+    async with running(config, forker) as head:
         sys.stdout.write(f"{example_call(config, head.http_port)}\n")
         sys.stdout.flush()
         await first_of(head.failed(), _set(stop))
@@ -64,10 +65,10 @@ class Head:
 
 
 @asynccontextmanager
-async def running(config: GatewayConfig) -> AsyncIterator[Head]:
+async def running(config: GatewayConfig, forker: Forker | None = None) -> AsyncIterator[Head]:
     """A gateway inside the block."""
     if config.replicas == 1:
-        async with alone.running(config) as (grpc_port, http_port):
+        async with alone.running(config, forker=forker) as (grpc_port, http_port):
             yield Head(grpc_port, http_port)
         return
     async with AsyncExitStack() as stack:

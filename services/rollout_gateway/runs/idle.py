@@ -30,8 +30,7 @@ class IdleWorkers:
     async def __aenter__(self) -> IdleWorkers:
         self._router.loans.keep_spare()
         self._watchers = [
-            background(self._watch(index), f"idle worker {index}")
-            for index in range(self._router.count)
+            background(self._watch(index), f"idle worker {index}") for index in self._router.members
         ]
         return self
 
@@ -52,9 +51,12 @@ class IdleWorkers:
         # rest from before the block says nothing about the traffic inside it
         await asyncio.sleep(self._after_s)
         await self._router.idle_for(index, self._after_s)
-        released = [seat.released for seat in self._router.seats]
-        if released[index] or released.count(False) > 1:
-            if not released[index]:
+        seats = self._router.seats
+        if seats[index].vacant:
+            return
+        serving = [seat for seat in seats if not (seat.released or seat.vacant)]
+        if seats[index].released or len(serving) > 1:
+            if not seats[index].released:
                 self._router.loans.spare(index)
             self._lent.append(index)
             self._news.set()

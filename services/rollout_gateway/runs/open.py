@@ -57,7 +57,7 @@ class OpenRuns:
         gateway, step = self._gateway, request.context.step
         agents = gateway.agents
         agents.open_step, agents.captures = step, gateway.captures if request.capture else None
-        totals = Totals((), (), gateway.router.count, asyncio.get_running_loop().time())
+        totals = Totals((), (), (), asyncio.get_running_loop().time())
         taken, told = await self._taken(request.context), 0
         async with (
             taken.turn,  # a caller that came back waits until the call before has let go

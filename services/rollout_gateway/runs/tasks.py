@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -46,6 +47,13 @@ def shares(samples: int, workers: int, *, together: bool) -> list[int]:
     return [number % workers for number in range(samples)]
 
 
+class RunningSample(NamedTuple):
+    """A sample under way, and the worker that it has begun with."""
+
+    task: asyncio.Task[rpb.SampleFinished]
+    worker: int
+
+
 class TaskRuns:
     """All RunTasks calls of one gateway."""
 
@@ -53,7 +61,7 @@ class TaskRuns:
         self._gateway = gateway
         self._samples = SampleRuns(gateway)
         self.open = OpenRuns(gateway)
-        self._running: dict[str, asyncio.Task[rpb.SampleFinished]] = {}
+        self._running: dict[str, RunningSample] = {}
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
 
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
@@ -80,17 +88,16 @@ class TaskRuns:
             names.SAMPLES_PER_TASK: request.samples_per_task,
         }
         with span(names.RUN_TASKS, about) as current:
-            jobs = self._jobs(request)
+            workers = self._workers(request)
+            jobs = self._jobs(request, workers)
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
-            totals = Totals(
-                [job.worker_index for job in jobs], groups, self._gateway.router.count, started
-            )
+            totals = Totals([job.worker_index for job in jobs], groups, workers, started)
             for share in totals.idle_shares():
                 yield rpb.RunTasksResponse(share=share)
             async with aclosing(self._outcomes(jobs, records)) as outcomes:
-                async for sample in outcomes:
-                    for news in totals.news(sample):
+                async for job, sample in outcomes:
+                    for news in totals.news(sample, job.worker_index):
                         yield news
             finished = await totals.closing(self._gateway)
             describe_rounds(current, finished, metrics.split - split)
@@ -134,17 +141,31 @@ class TaskRuns:
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(wire.sampling_from(request.sampling))
 
-    def _jobs(self, request: rpb.RunTasksRequest) -> list[Job]:
-        """Every sample with its worker, the same on every repeat."""
+    def _workers(self, request: rpb.RunTasksRequest) -> list[int]:
+        """Those that get samples: of the request's, if it names any, those that are there."""
+        there = self._gateway.router.members
+        return [index for index in there if index in request.workers] or there
+
+    def _jobs(self, request: rpb.RunTasksRequest, workers: Sequence[int]) -> list[Job]:
+        """Every sample with its worker: the same on every repeat with the same workers, and where
+        it runs already on one of them, that one.
+        """
         size = request.samples_per_task
         settings = settings_digest(request)
         together = self._gateway.config.siblings == "together"
-        places = shares(len(request.tasks) * size, self._gateway.router.count, together=together)
-        return [
-            Job(request, task, sample, places[index * size + sample], settings)
+        places = shares(len(request.tasks) * size, len(workers), together=together)
+        jobs = [
+            Job(request, task, sample, workers[places[index * size + sample]], settings)
             for index, task in enumerate(request.tasks)
             for sample in range(size)
         ]
+        return [self._where_it_runs(job, workers) for job in jobs]
+
+    def _where_it_runs(self, job: Job, workers: Sequence[int]) -> Job:
+        running = self._running.get(job.key)
+        if running is None or running.worker not in workers:
+            return job
+        return replace(job, worker_index=running.worker)
 
     async def _records(self, jobs: list[Job]) -> Mapping[str, list[dict[str, Any]]]:
         """Ledger records of the step, if any of the samples is not known here."""
@@ -156,38 +177,41 @@ class TaskRuns:
 
     async def _outcomes(
         self, jobs: list[Job], records: Mapping[str, list[dict[str, Any]]]
-    ) -> AsyncGenerator[rpb.SampleFinished]:
-        """Every job's outcome, in the order of their ends. Raises Unavailable as soon as a worker
-        cannot start: what serves is damaged, and pushed again before the next call.
+    ) -> AsyncGenerator[tuple[Job, rpb.SampleFinished]]:
+        """Every job with its outcome, in the order of their ends. Raises Unavailable as soon as a
+        worker cannot start: what serves is damaged, and pushed again before the next call.
         """
-        ended: asyncio.Queue[asyncio.Task[rpb.SampleFinished] | rpb.SampleFinished] = (
-            asyncio.Queue()
-        )
+        ended: asyncio.Queue[tuple[Job, asyncio.Task[Any] | rpb.SampleFinished]] = asyncio.Queue()
+
+        def ends(job: Job, task: asyncio.Task[Any]) -> None:
+            task.add_done_callback(lambda done: ended.put_nowait((job, done)))
+
         for job in jobs:
             if job.key in self._answers:
-                ended.put_nowait(self._answers[job.key])
+                ended.put_nowait((job, self._answers[job.key]))
             elif job.session_id in records:
                 branches, source = records[job.session_id], job.request.reward
-                ended.put_nowait(recorded_sample(branches, source, job.worker_index))
+                ended.put_nowait((job, recorded_sample(branches, source, job.worker_index)))
             else:
-                self._begin(job).add_done_callback(ended.put_nowait)
+                ends(job, self._begin(job))
         damaged = asyncio.create_task(self._gateway.weights.damaged())
-        damaged.add_done_callback(ended.put_nowait)
+        ends(jobs[0], damaged)
         try:
             for _ in jobs:
-                outcome = await ended.get()
-                yield outcome.result() if isinstance(outcome, asyncio.Task) else outcome
+                job, outcome = await ended.get()
+                yield job, outcome.result() if isinstance(outcome, asyncio.Task) else outcome
         finally:
             damaged.cancel()
 
     def _begin(self, job: Job) -> asyncio.Task[rpb.SampleFinished]:
         """The task that runs a sample, now or since an earlier call."""
-        task = self._running.get(job.key)
-        if task is None:
-            task = self._running[job.key] = asyncio.create_task(self._samples.run(job))
+        running = self._running.get(job.key)
+        if running is None:
+            task = asyncio.create_task(self._samples.run(job))
+            running = self._running[job.key] = RunningSample(task, job.worker_index)
             task.add_done_callback(lambda done: self._ended(job, done))
             self._gateway.samples_left = len(self._running)
-        return task
+        return running.task
 
     def _ended(self, job: Job, task: asyncio.Task[rpb.SampleFinished]) -> None:
         del self._running[job.key]

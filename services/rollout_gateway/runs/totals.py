@@ -21,15 +21,18 @@ class Totals:
     """Counts outcomes by worker and in all."""
 
     def __init__(
-        self, shares: Iterable[int], groups: Iterable[str], workers: int, started: float
+        self,
+        shares: Iterable[int],
+        groups: Iterable[str],
+        workers: Iterable[int],
+        started: float,
     ) -> None:
         """`shares`: the worker of each sample; `groups`: of each sample that is to be trained;
-        `started`: by the loop's clock.
+        `workers`: those with a share, be it empty; `started`: by the loop's clock.
         """
         self._left = Counter(shares)
-        self._workers = workers
         self._started = started
-        self._shares = [rpb.ShareDone(worker_index=index) for index in range(workers)]
+        self._shares = {index: rpb.ShareDone(worker_index=index) for index in workers}
         self._stats = SpeculationStats()
         self._siblings = Counter(groups)  # that have not ended, by group
         self._rewards = {group: list[float]() for group in self._siblings}  # of scored sessions
@@ -37,22 +40,21 @@ class Totals:
 
     def idle_shares(self) -> list[rpb.ShareDone]:
         """Workers that have nothing to do in this call."""
-        return [share for share in self._shares if not self._left[share.worker_index]]
+        return [share for index, share in self._shares.items() if not self._left[index]]
 
-    def news(self, sample: rpb.SampleFinished) -> Iterator[rpb.RunTasksResponse]:
-        """Count a sample: tells of it, of its group when that closes, and of the share that it
-        completes.
+    def news(self, sample: rpb.SampleFinished, worker: int) -> Iterator[rpb.RunTasksResponse]:
+        """Count a sample of a worker's share: tells of it, of its group when that closes, and of
+        the share when that is done.
         """
-        share = self._shares[sample.worker_index]
-        self._add(sample)
+        self._add(sample, worker)
         yield rpb.RunTasksResponse(sample=sample)
         if sample.group_id in self._siblings:
             self._siblings[sample.group_id] -= 1
             if not self._siblings[sample.group_id]:
                 yield rpb.RunTasksResponse(closed=self._closed(sample.group_id))
-        self._left[sample.worker_index] -= 1
-        if not self._left[sample.worker_index]:
-            yield rpb.RunTasksResponse(share=share)
+        self._left[worker] -= 1
+        if not self._left[worker]:
+            yield rpb.RunTasksResponse(share=self._share(worker))
 
     def group(
         self, group_id: str, samples: Sequence[rpb.SampleFinished]
@@ -64,12 +66,15 @@ class Totals:
             return
         self._rewards.setdefault(group_id, [])
         for sample in samples:
-            self._add(sample)
+            self._add(sample, sample.worker_index)
             yield rpb.RunTasksResponse(sample=sample)
         yield rpb.RunTasksResponse(closed=self._closed(group_id))
 
-    def _add(self, sample: rpb.SampleFinished) -> None:
-        share, finished = self._shares[sample.worker_index], self.finished
+    def _share(self, worker: int) -> rpb.ShareDone:
+        return self._shares.setdefault(worker, rpb.ShareDone(worker_index=worker))
+
+    def _add(self, sample: rpb.SampleFinished, worker: int) -> None:
+        share, finished = self._share(worker), self.finished
         share.samples += 1
         share.response_tokens += sample.response_tokens
         finished.response_tokens += sample.response_tokens
@@ -90,7 +95,7 @@ class Totals:
 
     def share(self, worker: int) -> rpb.ShareDone:
         """What a worker whose slot is given away had done until now."""
-        share = self._shares[worker]
+        share = self._share(worker)
         share.elapsed_s = asyncio.get_running_loop().time() - self._started
         return share
 

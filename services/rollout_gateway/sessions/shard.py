@@ -27,7 +27,7 @@ class Shard:
 
     def holds(self, name: str) -> bool:
         """Whether a name is this replica's."""
-        return shard_of(name, self.count) == self.index
+        return self.count == 1 or shard_of(name, self.count) == self.index
 
     def draw(self, make: Callable[[], str]) -> str:
         """The first of the names that `make` draws which is this replica's."""

@@ -34,21 +34,18 @@ class Generation:
         self.queued_s = time.perf_counter()
         self.ended_s = 0.0  # when its last chunk came; 0 before
         self.tries = 0  # how often its worker was lost
-        # of the tries that have ended
-        self._speculation = SpeculationStats()
+        self._counted = False  # a try has ended
+        self.speculation = SpeculationStats()
+        """Of the tries that have ended, at the end of the whole request."""
         self._smallest_gap = math.inf
         self._first_token_s = 0.0
         self.whole = pb.TokenChunk(request_id=request.request_id)
+        self.finished = False  # the last chunk has come
         self._news = pb.TokenChunk(request_id=request.request_id)
         self._wake = asyncio.Event()
         self._awaited = False  # the reader has everything so far and waits for more
         self._at_once: Callable[[pb.TokenChunk], bool] | None = None
         self._defect: Exception | None = None  # raised where news were told at once
-
-    @property
-    def finished(self) -> bool:
-        """True after the last chunk."""
-        return self.whole.finish_reason != tpb.FINISH_REASON_UNSPECIFIED
 
     @property
     def time_per_output_token_s(self) -> float | None:
@@ -64,13 +61,17 @@ class Generation:
         """Take news from the worker. Log-probs that are not finite end the request: nothing could
         be trained on it, and no answer be trusted.
         """
-        if not all(map(math.isfinite, chunk.behavior_logprobs)):
+        if not math.isfinite(sum(chunk.behavior_logprobs)):  # of 32 bits each: none overflows
             metrics.NOT_FINITE.record()
             self.fail("the engine gave a log-prob that is no finite number", DataLoss)
         elif not self.finished:
             if chunk.finish_reason:
+                tried = self._counted
                 self._count(chunk)
-                self._counters_to(chunk)
+                if tried:
+                    self._counters_to(chunk)
+                prompt = len(self.request.prompt_token_ids)
+                chunk.cached_prompt_tokens = min(chunk.cached_prompt_tokens, prompt)
             self._push(chunk)
 
     def suspended(self, chunk: pb.TokenChunk) -> None:
@@ -93,17 +94,17 @@ class Generation:
         said.extend(self.whole.token_ids[len(said) :])
 
     def _count(self, chunk: pb.TokenChunk) -> None:
-        self._speculation += stats_from_proto(chunk.speculation)
+        told = stats_from_proto(chunk.speculation)
+        self.speculation = self.speculation + told if self._counted else told
+        self._counted = True
         self._smallest_gap = min(self._smallest_gap, chunk.smallest_gap)
         self._first_token_s = self._first_token_s or chunk.time_to_first_token_s
 
     def _counters_to(self, chunk: pb.TokenChunk) -> None:
         """Counters of the whole request instead of those of its last try."""
-        chunk.speculation.CopyFrom(stats_to_proto(self._speculation))
+        chunk.speculation.CopyFrom(stats_to_proto(self.speculation))
         chunk.smallest_gap = self._smallest_gap
         chunk.time_to_first_token_s = self._first_token_s
-        prompt = len(self.request.prompt_token_ids)
-        chunk.cached_prompt_tokens = min(chunk.cached_prompt_tokens, prompt)
 
     def fail(self, message: str, kind: type[PacelineError] = InternalError) -> None:
         """End with FINISH_REASON_ERROR, unless it has ended."""
@@ -145,7 +146,7 @@ class Generation:
             chunk.ClearField("prompt_scores")  # a try that goes on tells them again
         self.whole.MergeFrom(chunk)
         if chunk.finish_reason:
-            self.ended_s = time.perf_counter()
+            self.finished, self.ended_s = True, time.perf_counter()
         elif self._awaited and self._at_once is not None and self._took(self._at_once, chunk):
             return
         self._awaited = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import zmq.asyncio
+import zmq
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
 from paceline.local.extras import require_extra
@@ -88,8 +88,11 @@ class WorkerKeeper:
         seats: Sequence[Seat],
         routing: Routing,
         heartbeat_s: float,
+        forker: Forker | None = None,
     ) -> None:
-        """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted."""
+        """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted;
+        `forker`: of the engine's modules, begun already; it ends with `stop`.
+        """
         self._config = config
         self._settings = settings
         self._rows = rows
@@ -99,25 +102,45 @@ class WorkerKeeper:
         kind = find_engine(config.kind)
         if kind.extra:
             require_extra(kind.extra, f"gateway.engine.kind={config.kind}")
-        self._forker = Forker(kind.forked, None)
-        self._keepers: list[asyncio.Task[None]] = []
+        self._forker = forker or Forker(kind.forked, None)
+        self._keepers: dict[int, asyncio.Task[None]] = {}
         self.ready = pb.WorkerReady()
         """Facts of the engine, from the worker that was ready last."""
 
     async def start(self) -> None:
-        """Start all workers; returns when all serve, but for those that wait until what serves,
-        and is damaged, is pushed again. Raises what the first failing one says; call `stop` then.
+        """Start a worker in each place that is not vacant; returns when all serve, but for those
+        that wait until what serves, and is damaged, is pushed again. Raises what the first failing
+        one says; call `stop` then.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=process_directory()))
-        self._context = zmq.asyncio.Context()
-        await asyncio.gather(*(self._start_first(seat) for seat in self._seats))
-        self._keepers = [
-            background(self._keep(seat), f"keeper of worker {seat.index}") for seat in self._seats
-        ]
+        self._context: zmq.Context[Any] = zmq.Context()
+        there = [seat for seat in self._seats if not seat.vacant]
+        await asyncio.gather(*(self._start_first(seat) for seat in there))
+        for seat in there:
+            self._begin_keeping(seat)
+
+    async def add(self, seat: Seat) -> None:
+        """Start a worker in a vacant place, which is it no more as soon as it serves. Raises what
+        the worker says.
+        """
+        await self._start_worker(seat)
+        seat.vacant = False
+        self._begin_keeping(seat)
+
+    async def remove(self, seat: Seat) -> None:
+        """End the worker of a place that is vacant from now on."""
+        await cancel(self._keepers.pop(seat.index, None))
+        if seat.process is not None:
+            await seat.process.stop()
+            seat.process = None
+
+    def _begin_keeping(self, seat: Seat) -> None:
+        keeper = background(self._keep(seat), f"keeper of worker {seat.index}")
+        self._keepers[seat.index] = keeper
 
     async def stop_keeping(self) -> None:
         """No worker is replaced any more."""
-        await cancel(*self._keepers)
+        await cancel(*self._keepers.values())
 
     async def stop(self) -> None:
         """End workers with Shutdown."""
@@ -179,7 +202,7 @@ class WorkerKeeper:
             )
 
     async def _keep(self, seat: Seat) -> None:
-        """Replace the worker whenever it is lost or could not start."""
+        """Replace the worker whenever it is lost or could not start, unless its place is vacant."""
         while True:
             process = seat.process
             reason = await asyncio.shield(process.lost) if process is not None else ""
@@ -191,6 +214,8 @@ class WorkerKeeper:
                 await process.close()
                 metrics.WORKER_RESTARTS.record()
                 self._routing.lost(seat)
+            if seat.vacant:
+                return
             await self._replace(seat)
             took_s = time.monotonic() - lost_s
             tell_supervisor("recovered", f"engine worker {seat.index} after {took_s:.1f} s")

@@ -76,10 +76,36 @@ class Loans:
 
     def release(self, index: int) -> None:
         """No request goes to the worker any more: to others, or it waits. Idempotent."""
-        seat = self._seats[index]
-        seat.released = True
+        self._seats[index].released = True
+        self._move_unsent(self._seats[index])
+
+    def vacate(self, workers: Iterable[int]) -> None:
+        """As `release`, for good: what waits for these workers alone goes to others, too."""
+        leaving = [self._seats[index] for index in workers]
+        for seat in leaving:
+            seat.vacant = True
+        for seat in leaving:
+            self._move_unsent(seat)
+        self.place_held()
+
+    def _move_unsent(self, seat: Seat) -> None:
         for generation in seat.take_unsent():
             self._place(generation)
+
+    async def drain(self, seat: Seat, drain_s: float, reason: str) -> None:
+        """Returns when no request runs there: they get `drain_s` seconds to end, then they are
+        suspended. Raises DeadlineExceeded when they do not stop.
+        """
+        if await seat.idle_within(drain_s):
+            return
+        if seat.process is not None and (suspended := seat.suspend(reason)):
+            asked = pb.AbortRequests(request_ids=suspended)
+            seat.process.send(pb.WorkerCommand(abort=asked))
+        if not await seat.idle_within(self._deadline_s):
+            raise DeadlineExceeded(
+                f"requests of engine worker {seat.index} do not stop",
+                seen=f"{self._deadline_s:g} s",
+            )
 
     async def lend(self, index: int, drain_s: float = DRAIN_S) -> int:
         """Have a worker give its memory back; returns bytes, 0 where it keeps it.
@@ -91,14 +117,7 @@ class Loans:
         self.release(index)
         seat = self._seats[index]
         seat.spare = False
-        if not await _ends_within(seat, drain_s):
-            if seat.process is not None and (suspended := seat.suspend("lease")):
-                asked = pb.AbortRequests(request_ids=suspended)
-                seat.process.send(pb.WorkerCommand(abort=asked))
-            if not await _ends_within(seat, self._deadline_s):
-                raise DeadlineExceeded(
-                    f"requests of engine worker {index} do not stop", seen=f"{self._deadline_s:g} s"
-                )
+        await self.drain(seat, drain_s, "lease")
         if seat.lent:
             return 0
         seat.lent = True
@@ -131,7 +150,7 @@ class Loans:
         for seat in self._seats:
             if seat.spare:
                 seat.spare = seat.released = False
-        self._place_held()
+        self.place_held()
 
     async def wake(self, process: WorkerProcess) -> None:
         """A worker that has given its memory back takes it again. Raises what it says."""
@@ -148,10 +167,11 @@ class Loans:
         await asyncio.gather(*(self._return(seat) for seat in back))
         for seat in back:
             seat.released = seat.spare = False
-        self._place_held()
+        self.place_held()
         return [seat.index for seat in back]
 
-    def _place_held(self) -> None:
+    def place_held(self) -> None:
+        """Requests that wait look for a worker again."""
         for generation in self._held.take_all():
             self._place(generation)
 
@@ -169,14 +189,10 @@ class Loans:
             await asyncio.shield(process.lost)
 
 
-async def _ends_within(seat: Seat, seconds: float) -> bool:
-    """Whether all requests of a worker have ended in time."""
-    try:
-        async with asyncio.timeout(seconds):
-            await seat.idle_for(0)
-    except TimeoutError:
-        return False
-    return True
+def check_drain_s(drain_s: float) -> None:
+    """Raises InvalidInput for seconds that no drain may take."""
+    if not 0 <= drain_s <= MOST_DRAIN_S:
+        raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
 
 
 class Lending:
@@ -244,8 +260,7 @@ class Lending:
         if unknown := [index for index in wanted if index >= self._workers]:
             allowed = f"0..{self._workers - 1}"
             raise InvalidInput("there is no such worker", seen=unknown[0], allowed=allowed)
-        if not 0 <= drain_s <= MOST_DRAIN_S:
-            raise InvalidInput("drain_s", seen=drain_s, allowed=f"0 to {MOST_DRAIN_S:g} s")
+        check_drain_s(drain_s)
         if not 0 < outlasts_s <= MOST_OUTLASTS_S:
             allowed = f"above 0, at most {MOST_OUTLASTS_S:g} s"
             raise InvalidInput("outlasts_s", seen=outlasts_s, allowed=allowed)

@@ -13,7 +13,6 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from paceline.arm_names import speculator_of
-from paceline.messages import stats_from_proto
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.engines.nouns import RoundSplit
 from paceline.services.rollout_gateway.workers.generation import Generation
@@ -48,7 +47,7 @@ class EngineMetrics:
         metrics.TIME_TO_FIRST_TOKEN.record(whole.time_to_first_token_s, engine=engine)
         if generation.time_per_output_token_s is not None:
             metrics.TIME_PER_OUTPUT_TOKEN.record(generation.time_per_output_token_s, engine=engine)
-        stats = stats_from_proto(whole.speculation)
+        stats = generation.speculation
         if stats.drafted_rounds:
             metrics.ACCEPT_LENGTH.record(stats.accept_length, engine=engine)
         for position, (proposed, taken) in enumerate(
@@ -209,7 +208,7 @@ class _Life:
 def describe(span: Span, generation: Generation) -> None:
     """How a request that has ended went, on its span."""
     whole = generation.whole
-    stats = stats_from_proto(whole.speculation)
+    stats = generation.speculation
     span.set_attribute(names.GEN_AI_OUTPUT_TOKENS, len(whole.token_ids))
     span.set_attribute(names.GEN_AI_CACHED_TOKENS, whole.cached_prompt_tokens)
     span.set_attribute(names.TARGET_STEPS, stats.target_steps)

@@ -32,6 +32,7 @@ class Seat:
     index: int
     process: WorkerProcess | None = None  # None while it starts
     first: int = 0  # number of this gateway's first worker among all of the run
+    vacant: bool = False  # no worker belongs here, or none for much longer: gets no requests
     released: bool = False  # lent out, or about to be: gets no requests
     spare: bool = False  # released since nothing ran there; no trainer has asked for it yet
     lent: bool = False  # its process has given its memory back, or does so as soon as it starts
@@ -116,6 +117,15 @@ class Seat:
             finally:
                 self._watchers.discard(change)
 
+    async def idle_within(self, seconds: float) -> bool:
+        """Whether all requests here have ended in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.idle_for(0)
+        except TimeoutError:
+            return False
+        return True
+
     def _rest(self) -> None:
         if not self.live and self.idle_since_s is None:
             self.idle_since_s = time.monotonic()
@@ -131,11 +141,11 @@ class Seat:
 
 def choose(seats: Sequence[Seat], prefer: int | None) -> Seat | None:
     """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
-    the least loaded; None while all are released.
+    the least loaded; None while all are released or vacant.
 
     Places without a process count only when there is no other.
     """
-    there = [seat for seat in seats if not seat.released]
+    there = [seat for seat in seats if not (seat.released or seat.vacant)]
     kept = [seat for seat in there if seat.process is not None] or there
     held = next((seat for seat in kept if seat.index == prefer), None)
     if held is not None and not _overloaded(held, kept):

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.forking import Forked, Forker
@@ -25,14 +25,17 @@ from paceline.services.rollout_gateway.engines.worker.spec import (
     SPEC_VARIABLE,
     WorkerSpec,
 )
+from paceline.services.rollout_gateway.workers.socket import WorkerSocket
+from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 
 STOP_GRACE_S = 5.0
-LAST_WORDS_MS = 20
+LAST_WORDS_S = 0.02
 LAST_WORDS = 1000
 OnTokens = Callable[[pb.TokensEmitted, RowArray | None], None]
 _numbers = itertools.count(1)
+log = get_logger(__name__)
 
 
 class WorkerProcess:
@@ -61,7 +64,7 @@ class WorkerProcess:
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
         self._process: Forked | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def forget(self, target: int, version: int) -> None:
@@ -78,7 +81,7 @@ class WorkerProcess:
         """Commands that it has not answered yet."""
         return len(self._answers)
 
-    async def start(self, context: zmq.asyncio.Context, deadline_s: float) -> None:
+    async def start(self, context: zmq.Context[Any], deadline_s: float) -> None:
         """Spawn and wait until it serves.
 
         Raises ConfigError when its settings are refused, Unavailable when it dies,
@@ -87,9 +90,7 @@ class WorkerProcess:
         name = f"{self.index}-{next(_numbers)}"
         spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
         self._spec.write(spec_path)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self._socket = WorkerSocket(context, address, self._take)
         libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         environment = {
             **self._heartbeat.environment,
@@ -99,13 +100,7 @@ class WorkerProcess:
         }
         module = find_engine(self._spec.kind).process
         self._process = await self._forker.fork(module, environment, None, deadline_s)
-        reader = background(self._read(), f"reader of worker {self.index}")
-        # unheard it would hold its requests for ever
-        reader.add_done_callback(lambda _: self.kill())
-        self._tasks = [
-            reader,
-            background(self._watch(self._process), f"watch of worker {self.index}"),
-        ]
+        self._watching = background(self._watch(self._process), f"watch of worker {self.index}")
         await self._become_ready(deadline_s)
 
     async def _become_ready(self, deadline_s: float) -> None:
@@ -174,7 +169,7 @@ class WorkerProcess:
             with suppress(TimeoutError):  # who would tell of its end may be stopped
                 async with asyncio.timeout(STOP_GRACE_S):
                     await self._process.wait()
-        await cancel(*self._tasks)
+        await cancel(self._watching)
         self._heartbeat.close()
         self._socket.close()
         if self._ring is not None:
@@ -185,29 +180,38 @@ class WorkerProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    async def _read(self) -> None:
-        while True:
-            event = pb.WorkerEvent.FromString(await self._socket.recv())
-            kind = event.WhichOneof("event")
-            if kind == "tokens":
-                rows = (
-                    self._ring.read(event.tokens.rows_written) if self._ring is not None else None
-                )
-                self._on_tokens(event.tokens, rows)
-            elif kind == "ready":
-                if self._ring is not None:
-                    self._ring.seal()
-                self._ready.set_result(event.ready)
-            elif kind == "failed" and not event.command_id and not self._ready.done():
-                self._ready.set_exception(
-                    wire.error_from(event.failed, f"engine worker {self.index}: ")
-                )
-            elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
-                answer.set_result(event)
+    def _take(self, message: bytes) -> None:
+        """One event. What goes wrong with it ends the worker, which unheard would hold its requests
+        for ever.
+        """
+        try:
+            self._heard(pb.WorkerEvent.FromString(message))
+        except Exception as error:
+            log.error("a worker's event is not taken", worker=self.index, exc_info=error)
+            self.kill()
+
+    def _heard(self, event: pb.WorkerEvent) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            rows = self._ring.read(event.tokens.rows_written) if self._ring is not None else None
+            self._on_tokens(event.tokens, rows)
+        elif kind == "ready":
+            if self._ring is not None:
+                self._ring.seal()
+            self._ready.set_result(event.ready)
+        elif kind == "failed" and not event.command_id and not self._ready.done():
+            self._ready.set_exception(
+                wire.error_from(event.failed, f"engine worker {self.index}: ")
+            )
+        elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
+            answer.set_result(event)
 
     async def _watch(self, process: Forked) -> None:
         code = await self._heartbeat.outlived(process)
         for _ in range(LAST_WORDS):  # what it said before it ended is read first
-            if not await self._socket.poll(LAST_WORDS_MS):
+            before = self._socket.received
+            await asyncio.sleep(LAST_WORDS_S)
+            self._socket.read()
+            if self._socket.received == before:
                 break
         self.lost.set_result(describe_exit(code) + self._heartbeat.verdict)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
+from paceline.local.forking import Forker
 from paceline.local.heartbeat import LIMIT_S
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import EngineConfig
@@ -33,7 +34,7 @@ MAX_TRIES = 3
 
 
 class Router:
-    """Routes requests to `count` workers. Use on one event loop: start, submit, stop."""
+    """Routes requests to workers in `count` places. Use on one event loop: start, submit, stop."""
 
     def __init__(
         self,
@@ -48,16 +49,17 @@ class Router:
         heartbeat_s: float = LIMIT_S,
         evidence: Path | None = None,
         first: int = 0,
+        forker: Forker | None = None,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
         after which `traffic` tells of it; evidence: file that keeps what arms have shown; first:
-        number of the first worker among all of the run.
+        number of the first worker among all of the run; forker: see WorkerKeeper.
         """
         self._config = config
         self._on_rows = on_rows
         self._on_discard = on_discard  # rows of a request whose next try gives them again
         self._seats = [Seat(index, first=first) for index in range(count)]
-        self._keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s)
+        self.keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s, forker)
         self._flushing = False
         self._held = HeldRequests(wait_s)
         self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
@@ -70,14 +72,14 @@ class Router:
         self.probes = Probes(self._flush, self._deliver_all, self.abort)
 
     @property
-    def count(self) -> int:
-        """Workers, ready or not."""
-        return len(self._seats)
+    def members(self) -> list[int]:
+        """Places that have a worker, ready or not."""
+        return [seat.index for seat in self._seats if not seat.vacant]
 
     @property
     def ready(self) -> pb.WorkerReady:
         """Facts of the engine, from the worker that was ready last."""
-        return self._keeper.ready
+        return self.keeper.ready
 
     @property
     def seats(self) -> Sequence[Seat]:
@@ -93,19 +95,19 @@ class Router:
         and is damaged, is pushed again. Raises what the first failing one says.
         """
         try:
-            await self._keeper.start()
+            await self.keeper.start()
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
         """End requests with an error and workers with Shutdown."""
-        await self._keeper.stop_keeping()
+        await self.keeper.stop_keeping()
         for seat in self._seats:
             self.fail(seat, "the gateway is stopping")
         for generation in self._held.take_all():
             generation.fail("the gateway is stopping")
-        await self._keeper.stop()
+        await self.keeper.stop()
 
     def submit(
         self,
@@ -201,7 +203,9 @@ class Router:
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
-        seat = self._seats[pinned] if pinned is not None else choose(self._seats, prefer)
+        seat = self._seats[pinned] if pinned is not None else None
+        if seat is None or seat.vacant:
+            seat = choose(self._seats, prefer)
         if seat is None or seat.released:
             self._held.add(generation)
             self.traffic.look()
@@ -246,26 +250,33 @@ class Router:
 
     def _deliver(self, seat: Seat, chunk: pb.TokenChunk) -> int:
         """Gives out news of one request; how many tokens of them have a reader."""
-        generation = seat.live.get(chunk.request_id)
-        if generation is None or self.probes.withholds(seat, generation, chunk):
+        request_id = chunk.request_id
+        generation = seat.live.get(request_id)
+        if generation is None:
             return 0
-        reason = seat.moving.get(chunk.request_id)
-        moves = reason is not None and chunk.finish_reason == tpb.FINISH_REASON_ABORT
+        if seat.withheld is not None and self.probes.withholds(seat, generation, chunk):
+            return 0
+        moves = chunk.finish_reason == tpb.FINISH_REASON_ABORT and request_id in seat.moving
         if moves:
             generation.suspended(chunk)
         else:
             generation.accept(chunk)
         if moves or generation.finished:
-            seat.moving.pop(chunk.request_id, None)
-            seat.end(chunk.request_id)
+            self._leaves(seat, generation)
+        return len(chunk.token_ids)
+
+    def _leaves(self, seat: Seat, generation: Generation) -> None:
+        """A request has ended, or goes on wherever there is a place."""
+        request_id = generation.request.request_id
+        reason = seat.moving.pop(request_id, None)
+        seat.end(request_id)
         if generation.finished:
             self.traffic.look()
             self.metrics.ended(generation)
-        elif moves:
-            metrics.REQUESTS_SUSPENDED.record(reason=str(reason))
-            self._on_discard(chunk.request_id)
-            self._place(generation)
-        return len(chunk.token_ids)
+            return
+        metrics.REQUESTS_SUSPENDED.record(reason=str(reason))
+        self._on_discard(request_id)
+        self._place(generation)
 
     def lost(self, seat: Seat) -> None:
         """See Routing."""

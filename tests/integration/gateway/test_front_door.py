@@ -30,8 +30,8 @@ from paceline.v1 import engine_pb2 as pb
 
 STREAMS = 16
 PACE = ScriptPace(tokens=128, tokens_per_round=4, round_s=0.01)
-WRITES_BESIDE_EVENTS = 8
-"""Of a request: its end, and what wakes the worker's socket; its head leaves with its first event."""
+WRITES_BESIDE_EVENTS = 4
+"""Of a request: its head, its last event with its end, and what wakes the worker's socket."""
 
 
 def order(port: int, model: str, first_seed: int, tokens: int) -> Order:

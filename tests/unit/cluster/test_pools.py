@@ -24,6 +24,11 @@ def test_services_that_compute_in_turns_share_the_slots_of_the_engines() -> None
     assert rollout.bundles == ({CPU: 1.0}, {CPU: 1.0})
 
 
+def test_places_of_workers_that_are_added_later_are_reserved_from_the_start() -> None:
+    _, rollout = pools("gateway.engine.most_workers=3")
+    assert rollout.asks == {CPU: 3.0}
+
+
 def test_a_learner_with_slots_of_its_own_is_a_pool_of_its_own() -> None:
     _, rollout, policy = pools("coordinator.placement=disaggregated", "coordinator.learner_slots=3")
     assert (rollout.services, rollout.asks) == (("gateway",), {CPU: 2.0})
@@ -60,6 +65,20 @@ def test_rewards_have_slots_on_any_node_where_they_are_asked_for() -> None:
         check_room(asked, [{CPU: 2.0}, {CPU: 2.0}])
 
 
-def test_ranks_on_several_hosts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"seen: policy_trainer.hosts=\[1, 1\]"):
-        pools("policy_trainer.hosts=[1,1]")
+def test_ranks_on_other_hosts_have_pools_of_their_own() -> None:
+    _, rollout, first, second = asked = pools("policy_trainer.hosts=[2,3,1]")
+    assert rollout.services == ("gateway", *TRAINERS)
+    assert (first.services, first.asks) == (("rank_host_1",), {CPU: 3.0})
+    assert (second.services, second.asks) == (("rank_host_2",), {CPU: 1.0})
+    check_room(asked, [{CPU: 3.0}, {CPU: 3.0}])
+    with pytest.raises(ConfigError, match=r"seen: 6 CPU, 3 of them on one node"):
+        check_room(asked, [{CPU: 2.0}, {CPU: 2.0}, {CPU: 2.0}])
+
+
+def test_of_a_learners_own_slots_those_on_other_hosts_are_there() -> None:
+    apart = "coordinator.placement=disaggregated", "policy_trainer.hosts=[1,2]"
+    _, _, policy, other = pools(*apart, "coordinator.learner_slots=4")
+    assert (policy.services, policy.asks) == (TRAINERS, {CPU: 2.0})
+    assert (other.services, other.asks) == (("rank_host_1",), {CPU: 2.0})
+    with pytest.raises(ConfigError, match=r"seen: 2, hosts=\[1, 2\]; allowed: at least 3"):
+        pools(*apart, "coordinator.learner_slots=2")

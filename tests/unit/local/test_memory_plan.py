@@ -26,6 +26,7 @@ from paceline.models.profiles import PROFILES, ROUNDED
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import policy_on_meta
+from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 
 DEMO = Path(__file__).parents[3] / "examples/demo"
 SGLANG = Path(__file__).parents[3] / "examples/sglang/qwen2.5-7b-8gpus.toml"
@@ -96,8 +97,6 @@ def test_a_plan_counts_every_byte_of_a_rank() -> None:
     kept = small.parts["weights"] + small.parts["optimizer"]
     assert small.stays == pytest.approx(kept + headless * (1 + (1 + 4 / 256) / 2), abs=64)
     assert policy_plan(offload=True, critic=True, reference=True).stays == 0
-    keys = memory_plan.embedded_plan(QWEN_7B, workers=1, slots=3, tokens=10, item=2, saver=False)
-    assert keys.parts["keys and values"] == 2 * 3 * 10 * 28 * 2 * 4 * 128
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -415,6 +414,36 @@ def test_the_slowest_services_own_deadline_is_waited_for() -> None:
     assert planned("policy_trainer.start_deadline_s=700").start_s == 700
 
 
+@pytest.mark.parametrize("saver", [False, True])
+def test_the_plan_of_an_embedded_worker_is_what_its_slots_hold(
+    tmp_path: Path, *, saver: bool
+) -> None:
+    """All of it is allocated once: 3 sequences and 2 kept ones of 20 tokens, each with 3 states."""
+    save_random(tmp_path, "llama")
+    config = read_config(tmp_path)
+    model = ServedModel(config, torch.float32, 20)
+    store = SlotStore(model.load(tmp_path), 5, 20, keep_hidden=True, inner=(0, 1))
+    planned_for = memory_plan.embedded_plan(
+        config,
+        workers=2,
+        running=3,
+        kept=2,
+        tokens=20,
+        item=4,
+        states=3,
+        drafter=True,
+        saver=saver,
+    )
+    slots = {
+        "keys and values": store.kv.data.nbytes,
+        "hidden states": store.hidden.nbytes,
+        "token ids": store.token_ids.nbytes,
+    }
+    assert {name: planned_for.parts[name] for name in slots} == slots
+    freed = store.release() + planned_for.parts["weights"]
+    assert planned_for.stays == planned_for.total - (freed if saver else 0)
+
+
 @pytest.mark.parametrize("profile", ROUNDED)
 def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales(
     profile: str, tmp_path: Path
@@ -427,7 +456,16 @@ def test_the_plan_of_a_profile_is_what_its_engine_keeps_but_for_norms_and_scales
     kept = {name: one.nbytes for name, one in storages(model.load(tmp_path)).items()}
     small = sum(size for name, size in kept.items() if "norm" in name or "scales" in name)
     planned_for = memory_plan.embedded_plan(
-        config, workers=1, slots=1, tokens=1, item=4, saver=False, matrix_item=1
+        config,
+        workers=1,
+        running=1,
+        kept=0,
+        tokens=1,
+        item=4,
+        states=0,
+        drafter=False,
+        saver=False,
+        matrix_item=1,
     )
     assert planned_for.parts["weights"] == sum(kept.values()) - small
 

@@ -235,3 +235,26 @@ def test_no_page_without_the_setting(tmp_path: Path) -> None:
     start(tmp_path, prometheus=False)
     with pytest.raises(NotFound, match=r"telemetry\.prometheus=true"):
         telemetry.prometheus_page()
+
+
+def test_spans_that_nobody_reads_have_ids_for_other_processes_and_keep_nothing() -> None:
+    telemetry.setup("gateway", TelemetryConfig())
+    with telemetry.span("elsewhere"):
+        carrier = telemetry.inject()
+    with telemetry.span("step", {"step": 3}, parent=telemetry.extract(carrier)) as outer:
+        with telemetry.span("inner", links=[carrier["traceparent"]]) as inner:
+            inner.set_attribute("tokens", 4)
+            carried = telemetry.inject()["traceparent"]
+        assert telemetry.last_span()[0] == "inner"
+    ids = [one.get_span_context() for one in (outer, inner)]
+    assert not outer.is_recording()
+    assert ids[0].span_id != ids[1].span_id
+    assert {f"{one.trace_id:032x}" for one in ids} == {carrier["traceparent"].split("-")[1]}
+    assert carried == f"00-{ids[1].trace_id:032x}-{ids[1].span_id:016x}-01"
+
+
+def test_an_untraced_callers_trace_stays_untraced() -> None:
+    telemetry.setup("gateway", TelemetryConfig())
+    caller = f"00-{7:032x}-{9:016x}-00"
+    with telemetry.span("step", parent=telemetry.extract({"traceparent": caller})):
+        assert telemetry.inject()["traceparent"].endswith("-00")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+import orjson
 from starlette.requests import Request
 
 from paceline.errors import PacelineError
@@ -76,6 +77,10 @@ class Answers(ABC, Generic[B]):
     def piece(self, index: int, call: Call, piece: Piece) -> Iterable[Event]:
         """Events of one piece; `call` holds it already."""
 
+    def told(self, index: int, call: Call, piece: Piece) -> bytes:
+        """The same as they are sent."""
+        return framed(self.piece(index, call, piece))
+
     @abstractmethod
     def last(self, calls: Sequence[Call]) -> Iterable[Event]:
         """Events after the choices."""
@@ -83,6 +88,16 @@ class Answers(ABC, Generic[B]):
     @abstractmethod
     def failed(self, error: PacelineError) -> Event:
         """The event of a stream that broke."""
+
+
+def framed(events: Iterable[Event]) -> bytes:
+    """Events as server-sent events spell them."""
+    return b"".join([_framed(event) for event in events])
+
+
+def _framed(event: Event) -> bytes:
+    data = b"data: %b\n\n" % orjson.dumps(event)
+    return b"event: %b\n%b" % (event["type"].encode(), data) if "type" in event else data
 
 
 class TokenCounts(NamedTuple):

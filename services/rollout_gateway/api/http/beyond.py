@@ -26,6 +26,10 @@ Values = tuple[Any, ...] | None
 """Values of a field; None: any."""
 
 
+_SCALARS = (str, int, float, type(None))
+"""What most fields hold, told apart quickly: to ask whether a value is a model takes long."""
+
+
 class UnknownField(InvalidInput):
     """A field of the body that is not served."""
 
@@ -86,7 +90,7 @@ def _extras(value: Any, path: str, spelled: str) -> Iterator[tuple[str, str, Any
         yield f"{path}{dot}{shown}", f"{spelled}{dot}{shown}", given
     fields = type(value).model_fields
     for name, given in value.__dict__.items():
-        if isinstance(given, BaseModel | list):
+        if not isinstance(given, _SCALARS) and isinstance(given, BaseModel | list):
             shown = fields[name].alias or name
             yield from _extras(given, f"{path}{dot}{shown}", f"{spelled}{dot}{shown}")
 

@@ -28,7 +28,6 @@ class BodyParts:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
-    @property
     def ready(self) -> bool:
         """Whether `write` may be called now: the answer has begun, and its client reads."""
         cycle = self._cycle
@@ -40,9 +39,7 @@ class BodyParts:
         )
 
     def write(self, data: bytes) -> None:
-        """Write one part, not empty; what is written in one turn of the event loop leaves in one
-        system call.
-        """
+        """Write one part, not empty: where the client reads, one system call."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.services.rollout_gateway.api.http import bodies
-from paceline.services.rollout_gateway.api.http.answers import Answers, B, Event
+from paceline.services.rollout_gateway.api.http.answers import Answers, B, Event, framed
 from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
 from paceline.services.rollout_gateway.api.http.model_names import check_model
 from paceline.services.rollout_gateway.api.http.protocol import BODY, PARTS, BodyParts
@@ -28,6 +27,17 @@ Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
+class StreamPart(NamedTuple):
+    """Events that leave in one write."""
+
+    data: bytes
+    more: bool = True  # others come
+
+    def message(self) -> Message:
+        """As ASGI sends it."""
+        return {"type": "http.response.body", "body": self.data, "more_body": self.more}
+
+
 class EventStream(Response):
     """Server-sent events that end their source when the client goes away.
 
@@ -39,7 +49,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        source: AsyncGenerator[bytes],
+        source: AsyncGenerator[StreamPart],
         on_parts: Callable[[BodyParts], None] = lambda _: None,
     ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
@@ -56,16 +66,15 @@ class EventStream(Response):
         try:
             async with aclosing(self._source) as source:
                 # What fails before there is anything to say gets a status of its own.
-                first = await anext(source)
+                part = await anext(source)
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
-                await send({"type": "http.response.body", "body": first, "more_body": True})
+                await send(part.message())
                 if (parts := scope.get("extensions", {}).get(PARTS, {}).get(BODY)) is not None:
                     self._on_parts(parts)
-                async for data in source:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                async for part in source:
+                    await send(part.message())
         except asyncio.CancelledError:
             if not gone.done():
                 raise
@@ -125,24 +134,28 @@ async def _whole(call: Call) -> None:
     _refuse(call.finish, call.whole.error)
 
 
-async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerator[bytes]:
-    began = False
+async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerator[StreamPart]:
+    """The answer, one part a piece; the last piece leaves with the end of all."""
+    began, left = False, len(calls)
     try:
+        ending: list[Event] = []
         async with aclosing(_pieces(calls)) as pieces:
             async for index, piece in pieces:
                 _refuse(piece.finish, piece.chunk.error)
-                for event in () if began else answers.first():
-                    yield framed(event)
-                began = True
-                for event in answers.piece(index, calls[index], piece):
-                    yield framed(event)
-        for event in answers.last(calls):
-            yield framed(event)
-        yield answers.end
+                events = [*(() if began else answers.first())]
+                events += answers.piece(index, calls[index], piece)
+                left -= bool(piece.finish)
+                if not left:
+                    ending = events
+                elif events:
+                    began = True
+                    yield StreamPart(framed(events))
+        ending += answers.last(calls)
+        yield StreamPart(framed(ending) + answers.end, more=False)
     except PacelineError as error:
         if not began:
             raise
-        yield framed(answers.failed(error))
+        yield StreamPart(framed([answers.failed(error)]), more=False)
 
 
 def _tell_at_once(calls: Sequence[Call], answers: Answers[Any], parts: BodyParts) -> None:
@@ -154,10 +167,10 @@ def _tell_at_once(calls: Sequence[Call], answers: Answers[Any], parts: BodyParts
     [call] = calls
 
     def give(piece: Piece) -> None:
-        if data := b"".join(framed(event) for event in answers.piece(0, call, piece)):
+        if data := answers.told(0, call, piece):
             parts.write(data)
 
-    call.tell_at_once(lambda: parts.ready, give)
+    call.tell_at_once(parts.ready, give)
 
 
 def _refuse(finish: str, error: str) -> None:
@@ -199,12 +212,6 @@ async def _feed(
                 await queue.put((index, piece))
     except PacelineError as error:
         await queue.put((index, error))
-
-
-def framed(event: Event) -> bytes:
-    """An event as server-sent events spell it."""
-    data = b"data: %b\n\n" % orjson.dumps(event)
-    return b"event: %b\n%b" % (event["type"].encode(), data) if "type" in event else data
 
 
 async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:

@@ -9,17 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.arm_names import OFF
 from paceline.errors import ConfigError
 from paceline.models.config import read_config_json
 from paceline.models.inner_layers import check_inner_layers
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
-from paceline.speculators.kinds import (
-    SPECULATORS,
-    drafter_directory,
-    find_kind,
-    kind_of_checkpoint,
-)
+from paceline.speculators.kinds import inner_layers_read
 
 
 def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
@@ -37,21 +31,12 @@ def row_layout(model_dir: Path, drafters: Sequence[str], asked: tuple[int, ...])
     model = read_config_json(model_dir)
     hidden_size = int(model.get("hidden_size", 0))
     num_layers = int(model.get("num_hidden_layers", 0))
-    needed = sorted(_read_by(drafters, num_layers))
+    needed = inner_layers_read(drafters, num_layers)
     check_inner_layers(asked, num_layers)
     if asked and not set(needed) <= set(asked):
         raise ConfigError(
-            "gateway.features.layers leaves out what a drafter reads", seen=asked, allowed=needed
+            "gateway.features.layers leaves out what a drafter reads",
+            seen=asked,
+            allowed=list(needed),
         )
-    return RowLayout.entering(hidden_size, asked or tuple(needed))
-
-
-def _read_by(drafters: Sequence[str], num_layers: int) -> set[int]:
-    directories = [found for found in map(drafter_directory, drafters) if found is not None]
-    named = [one for one in drafters if one != OFF and drafter_directory(one) is None]
-    kinds = [find_kind(name) for name in named]
-    read = {layer for kind in kinds for layer in kind.inner_layers({}, num_layers)}
-    for directory in directories:
-        kind = kind_of_checkpoint(directory, [*SPECULATORS.values(), *kinds])
-        read.update(kind.inner_layers(read_config_json(directory), num_layers))
-    return read
+    return RowLayout.entering(hidden_size, asked or needed)

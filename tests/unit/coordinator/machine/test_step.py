@@ -48,6 +48,15 @@ WORKER_TABLE = {
     ("completed", "PolicyStepped"): "released",
     ("completed", "Committed"): "released",
     ("suspended", "ShareDone"): "released",
+    **dict.fromkeys(
+        [
+            (one, "DrainRequested")
+            for one in ("idle", "generating", "suspended", "released", "completed")
+        ],
+        "leaving",
+    ),
+    ("leaving", "WorkersLeft"): "absent",
+    ("absent", "WorkersJoined"): "idle",
 }
 WHOLE = (Portion(0),)
 """A batch of all groups of step 0."""

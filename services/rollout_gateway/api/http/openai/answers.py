@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import orjson
 from starlette.requests import Request
 
 from paceline.errors import InvalidInput, PacelineError
-from paceline.services.rollout_gateway.api.http.answers import Answers, Event, usage
+from paceline.services.rollout_gateway.api.http.answers import Answers, Event, framed, usage
 from paceline.services.rollout_gateway.api.http.errors import openai_error
 from paceline.services.rollout_gateway.api.http.openai.schema import (
     ChatBody,
@@ -23,6 +24,8 @@ from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
 
 MAX_REQUESTS_PER_CALL = 256
+_TEXT = "\ufffc"
+"""Stands for the text of an event."""
 _BROKEN = {"abort": "stop", "error": "stop"}
 B = TypeVar("B", bound=GenerationBody)
 
@@ -45,6 +48,8 @@ class _Choices(Answers[B]):
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         super().__init__(request, body, caller)
         self._started: set[int] = set()
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and behind a text
+        self._detailed = body.wanted_logprobs() is not None or bool(body.return_token_ids)
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         choices = [
@@ -54,15 +59,30 @@ class _Choices(Answers[B]):
         head = self._head(chunk=False) | self._once(calls[0])
         return {**head, "choices": choices, "usage": self._usage(calls)}
 
-    def piece(self, index: int, call: Call, piece: Piece) -> Iterator[Event]:
+    def piece(self, index: int, call: Call, piece: Piece) -> list[Event]:
         first = index not in self._started
-        head = self._head(chunk=True) | (self._once(call) if not self._started else {})
-        self._started.add(index)
+        event: Event = self._head(chunk=True)
+        if first:
+            event |= self._once(call) if not self._started else {}
+            self._started.add(index)
         news = self._news(piece, first=first)
         choice = self._choice(
             index, call, piece.chunk, news, piece.finish, piece.start, first=first
         )
-        yield {**head, "choices": [choice]}
+        event["choices"] = [choice]
+        return [event]
+
+    def told(self, index: int, call: Call, piece: Piece) -> bytes:
+        content = piece.content
+        if content is None or self._detailed or index not in self._started:
+            return super().told(index, call, piece)
+        if index not in self._around:
+            # Such events of a choice differ in their text alone: the rest is spelled once.
+            one = framed(self.piece(index, call, Piece(piece.chunk, _TEXT)))
+            before, _, after = one.rpartition(orjson.dumps(_TEXT))
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + orjson.dumps(content) + after
 
     def _once(self, call: Call) -> dict[str, Any]:
         """What an answer holds once of the prompt that all choices share."""
@@ -102,8 +122,12 @@ class _Choices(Answers[B]):
         before.
         """
         finish_reason = _BROKEN.get(finish, finish) or None
-        choice: dict[str, Any] = {"index": index, **said}
-        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        choice: dict[str, Any] = {
+            "index": index,
+            **said,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
         if self.body.wanted_logprobs() is not None:
             choice["logprobs"] = self._logprobs(chunk, start)
         if self.body.return_token_ids:

@@ -1,0 +1,111 @@
+"""Events that are written as the engine's news come are those that the answer spells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from paceline.services.rollout_gateway.api.http.answers import framed
+from paceline.services.rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswers
+from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
+from paceline.services.rollout_gateway.calls.call import Call, Piece
+from paceline.services.rollout_gateway.chat.messages import Delta, ToolCallDelta
+from paceline.services.rollout_gateway.sessions.session import Caller
+from paceline.services.rollout_gateway.sessions.shard import Shard
+from paceline.v1 import engine_pb2 as pb
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
+    ['"', "\ufffc", '"\ufffc"', '"content":"\ufffc"', "\\", "\n"]
+)
+CHUNK = pb.TokenChunk(token_ids=[7], behavior_logprobs=[-1.0])
+
+
+class Gateway:
+    """What answers ask of a gateway."""
+
+    shard = Shard()
+    model = 'a model called "\ufffc"'
+
+
+class CallSoFar:
+    """What answers ask of a call."""
+
+    stopped_by = None
+
+
+CALL = cast(Call, CallSoFar())
+
+
+def answering(kind: type[Any], body: object) -> Any:
+    class App:
+        class state:  # noqa: N801
+            gateway = Gateway()
+
+    scope = {"type": "http", "app": App, "state": {"body_bytes": 1}}
+    return kind(Request(scope), body, Caller())
+
+
+def chat(**more: Any) -> Any:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    return answering(ChatAnswers, ChatBody.model_validate(body | more))
+
+
+@given(st.lists(st.builds(Delta, TEXT, TEXT | st.just("")), max_size=5), st.integers(0, 1))
+def test_events_of_a_conversation_told_at_once_are_the_same(
+    deltas: list[Delta], index: int
+) -> None:
+    answers = chat(n=2)
+    for delta in deltas:
+        piece = Piece(CHUNK, delta.content, delta)
+        told = answers.told(index, CALL, piece)
+        if delta is deltas[0]:
+            assert b'"role":"assistant"' in told
+        else:
+            assert told == framed(answers.piece(index, CALL, piece))
+
+
+@given(st.lists(TEXT, min_size=2, max_size=5))
+def test_events_of_a_completion_told_at_once_are_the_same(texts: list[str]) -> None:
+    body = CompletionBody.model_validate({"model": "m", "prompt": "x", "stream": True})
+    answers = answering(CompletionAnswers, body)
+    for number, text in enumerate(texts):
+        told = answers.told(0, CALL, Piece(CHUNK, text))
+        (choice,) = json.loads(told.removeprefix(b"data: "))["choices"]
+        assert choice["text"] == text
+        if number:
+            assert told == framed(answers.piece(0, CALL, Piece(CHUNK, text)))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece(CHUNK, "x", Delta("x"), "stop"),
+        Piece(CHUNK, "x", Delta("", "x")),
+        Piece(CHUNK, "", Delta(tool_calls=(ToolCallDelta(0, "c", "f", "{}"),))),
+    ],
+    ids=["the last", "reasoning", "a call"],
+)
+def test_what_is_more_than_text_is_told_whole(piece: Piece) -> None:
+    answers = chat()
+    answers.told(0, CALL, Piece(CHUNK, "a", Delta("a")))
+    answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
+    assert answers.told(0, CALL, piece) == framed(answers.piece(0, CALL, piece))
+
+
+def test_token_ids_that_are_asked_for_are_in_each_event() -> None:
+    answers = chat(return_token_ids=True)
+    answers.told(0, cast(Call, FullCall()), Piece(CHUNK, "a", Delta("a")))
+    told = answers.told(0, CALL, Piece(CHUNK, "b", Delta("b")))
+    assert json.loads(told.removeprefix(b"data: "))["choices"][0]["token_ids"] == [7]
+
+
+class FullCall:
+    """What the first event asks of a call."""
+
+    class plan:  # noqa: N801
+        prompt = (1, 2)
