@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+
+from draft_page import drafts, table
 
 from paceline.local.memory_plan import parameters
 from paceline.local.scale_plan import GPUS, MODELS, Hardware, ScalePlan, StepWork, fewest_gpus
@@ -13,9 +15,9 @@ Cell = Callable[[ScalePlan], str]
 STANDING = """
 # At scale
 
-Written by `make docs` from `libs/paceline/local/scale_plan.py` and `push_tree.py`: what a run of
-8, 64 or 1,024 GPUs keeps, moves and waits for, with policies of 7B, 32B and 235B-A22B (of 235
-billion weights a token is multiplied with 22).
+Written by `make docs` from `scale_plan.py`, `draft_plan.py` and `push_tree.py` of
+`libs/paceline/local`: what a run of 8, 64 or 1,024 GPUs keeps, moves and waits for, with policies
+of 7B, 32B and 235B-A22B (of 235 billion weights a token is multiplied with 22).
 
 ## What was run, what simulated, what only computed
 
@@ -88,6 +90,7 @@ def _lines() -> Iterator[str]:
         "Work grows with the GPUs, so rollouts and policy step stay as long; the push does not.",
         SECONDS,
     )
+    yield from drafts()
 
 
 def _assumed(gpu: Hardware, work: StepWork) -> Iterator[str]:
@@ -114,7 +117,7 @@ def _models() -> Iterator[str]:
         for one in MODELS
     ]
     names = ("weights, 10^9", "of a token, 10^9", "experts", "GPUs of a worker", "fewest GPUs")
-    yield from _table(("model", *names), rows)
+    yield from table(("model", *names), rows)
     yield "\n`fewest GPUs`: the smallest power of two on which the policy's turn fits."
 
 
@@ -125,14 +128,7 @@ def _section(title: str, words: str, columns: Mapping[str, Cell]) -> Iterator[st
         (plan.model.name, f"{plan.gpus:,}", *(cell(plan) for cell in columns.values()))
         for plan in plans
     ]
-    yield from _table(("model", "GPUs", *columns), rows)
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(names)} |"
-    yield "|" + "---|" * len(names)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
+    yield from table(("model", "GPUs", *columns), rows)
 
 
 def _gb(size: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
@@ -52,7 +52,7 @@ class BenchWorker:
         self._all_done = asyncio.Event()
         self._sent_s = 0.0
 
-    async def start(self, context: zmq.asyncio.Context) -> None:
+    async def start(self, context: zmq.Context[Any]) -> None:
         """Raises what WorkerProcess.start raises."""
         began = time.perf_counter()
         await self._process.start(context, patient(READY_S))

@@ -122,6 +122,8 @@ class DemoPlan:
         if not (self.directory / "summary.json").is_file():
             return False
         summary = json.loads((self.directory / "summary.json").read_text(encoding="utf-8"))
+        if summary["phase"] != "finished":  # it was broken off
+            return False
         if int(summary["steps"]) != self.steps:
             raise InvalidInput(
                 "this folder holds runs of another length; choose another --out",

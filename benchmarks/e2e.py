@@ -1,4 +1,4 @@
-"""Compares whole demo runs: no speculation, n-grams, a frozen drafter, co-trained ones.
+"""Compares whole demo runs: no speculation, n-grams, a frozen drafter, co-trained of two kinds.
 
 A run is `paceline demo` in a process of its own; those of a seed take turns, a step each. Finished
 runs are kept, so a bench that was interrupted goes on where it stood.
@@ -41,8 +41,12 @@ ARMS: Mapping[str, Sequence[str]] = {
     OURS: (),
     "scratch": ("gateway.drafter=eagle", "drafter_trainer.drafter=eagle"),
     "frozen": (),
+    "dflash": (
+        'gateway.speculation.arms=["off","dflash:3_1_4","dflash:5_1_6","dflash:7_1_8","ngram:4_1_5"]',
+        "coordinator.evaluation.probe_arm=dflash:5_1_6",
+    ),
 }
-"""Settings of each."""
+"""Settings of each. "dflash" is co-trained as ours is, from a start that was trained as long."""
 START_STEPS, BATCH_TOKENS = 2_000, 256
 """Optimiser steps behind the demo's start drafter, and tokens of each: see its make_drafter.py. A
 co-trained one's steps are as large.
@@ -226,24 +230,31 @@ def _row(one: DemoRun, first: DemoRun | None) -> Row:
 
 
 def _plan(options: argparse.Namespace, seed: int, arm: str, steps: int) -> DemoPlan:
-    async def frozen() -> tuple[str, ...]:
-        """A drafter of the start policy, one for all seeds, with more training than a co-trained
-        one gets.
-        """
-        trained = START_STEPS + options.frozen_steps * steps
-        made = options.out.absolute() / f"drafter-{trained}"
-        await demo_runs.trained_drafter(made, 0, trained, trained * BATCH_TOKENS)
-        return ("--frozen-drafter", str(made))
+    out = options.out.absolute()
 
-    flags: Flags = WITHOUT if arm in ("none", "ngram") else NO_WORDS
-    return DemoPlan(
-        options.out.absolute(),
-        seed,
-        arm,
-        steps,
-        [*ARMS[arm], *options.overrides],
-        frozen if arm == "frozen" else flags,
-    )
+    async def made(name: str, trained: int, *words: str) -> str:
+        """A drafter of the start policy, one for all seeds."""
+        budget = (trained, trained * BATCH_TOKENS)
+        return str(await demo_runs.trained_drafter(out / name, 0, *budget, *words))
+
+    async def frozen() -> tuple[str, ...]:
+        """With more training than a co-trained one gets."""
+        trained = START_STEPS + options.frozen_steps * steps
+        return ("--frozen-drafter", await made(f"drafter-{trained}", trained))
+
+    async def block_parallel() -> tuple[str, ...]:
+        """With as much as the demo's start drafter has had."""
+        start = await made("drafter-dflash", START_STEPS, "--speculator", "dflash")
+        return (f"gateway.drafter={start}", f"drafter_trainer.drafter={start}")
+
+    flags: Mapping[str, Flags] = {
+        "none": WITHOUT,
+        "ngram": WITHOUT,
+        "frozen": frozen,
+        "dflash": block_parallel,
+    }
+    settings = [*ARMS[arm], *options.overrides]
+    return DemoPlan(out, seed, arm, steps, settings, flags.get(arm, NO_WORDS))
 
 
 def _tokens_s(one: DemoRun) -> float:

@@ -57,7 +57,7 @@ class PackingRates:
     filled: float  # share of a padded batch that is no padding
 
 
-def draw_samples(count: int, seed: int) -> list[FeatureSample]:
+def draw_samples(count: int, seed: int, hidden_size: int = DEMO.hidden_size) -> list[FeatureSample]:
     """Random states and tokens of sequences as long as the demo's."""
     random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     samples = []
@@ -67,11 +67,11 @@ def draw_samples(count: int, seed: int) -> list[FeatureSample]:
         .astype(int)
         .tolist()
     ):
-        hidden = torch.randn(tokens - 1, DEMO.hidden_size, generator=generator)
+        hidden = torch.randn(tokens - 1, hidden_size, generator=generator)
         ids = torch.randint(0, DEMO.vocab_size, (tokens,), generator=generator)
         samples.append(
             FeatureSample(
-                "", 0, 0, "0" * 16, hidden, ids, torch.arange(tokens) >= PROMPT, DEMO.hidden_size
+                "", 0, 0, "0" * 16, hidden, ids, torch.arange(tokens) >= PROMPT, hidden_size
             )
         )
 

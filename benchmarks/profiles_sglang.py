@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import zmq.asyncio
+import zmq
 
 from benchmarks.bench_worker import BenchWorker
 from benchmarks.engine.runs import Decoded, TimedRun, Workload
@@ -52,7 +53,7 @@ async def measured(
     """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
-        context = zmq.asyncio.Context()
+        context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.destroy, linger=0)
         workers: dict[str, BenchWorker] = {}
         for profile in ("", *QUANTIZATION):

@@ -95,6 +95,16 @@ def ratio_goal(name: str, goal: float, ratio: Ratio, fewest_pairs: int = 1) -> G
     return Goal(f"{name} {ratio}", goal, ratio.value, ratio.value >= goal if judged else None)
 
 
+def cost_goal(name: str, most: float, ratio: Ratio, fewest_pairs: int = 1) -> Goal:
+    """A ratio of costs is at most `most`, both with their signs turned; open while the interval
+    holds it, and when the pairs are too few.
+    """
+    met = True if ratio.high <= most else False if ratio.low > most else None
+    if ratio.pairs < fewest_pairs:
+        met = None
+    return Goal(f"minus {name} {ratio}", -most, -ratio.value, met)
+
+
 def say(text: str) -> None:
     """One line of progress."""
     sys.stderr.write(f"bench: {text}\n")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq.asyncio
+import zmq
 
 from benchmarks.bench_worker import BenchWorker
 from benchmarks.demo_runs import demo_folder
@@ -89,7 +89,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     for kind in kinds:
         async with AsyncExitStack() as stack:
             name = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
-            context = zmq.asyncio.Context()
+            context: zmq.Context[Any] = zmq.Context()
             stack.callback(context.destroy, linger=0)
             worker = BenchWorker(kind, Path(name), plan.engine(kind))
             stack.push_async_callback(worker.stop)

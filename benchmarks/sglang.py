@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from benchmarks.bench_worker import BenchWorker
 from benchmarks.demo_runs import demo_folder
@@ -100,7 +100,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     prompts = [codec.encode(QUESTIONS[i % len(QUESTIONS)]) for i in range(batch)]
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
-        context = zmq.asyncio.Context()
+        context: zmq.Context[Any] = zmq.Context()
         stack.callback(context.destroy, linger=0)
         workers = {
             (kind, width > 0): BenchWorker(kind, folder, settings(kind), row_width=width)

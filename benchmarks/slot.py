@@ -1,7 +1,8 @@
 """Measures what a drafter makes of its slot: positions it learns from in a second, beside the
 matrix products of the same steps alone, and what the gate takes.
 
-One core, the demo's drafter and its settings, rows as long as the demo's answers.
+One core, the demo's drafter and its settings, rows as long as the demo's answers. A wider drafter
+begins with random weights; it shows what larger matrices change.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from benchmarks.options import above_zero
 from benchmarks.packing import DEMO, LONGEST, draw_samples
 from benchmarks.result import BenchResult, Row, at_most, paired_ratio, ratio_goal, say
 from paceline.config import load_config
+from paceline.errors import InvalidInput
+from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.evaluate import GateJob
@@ -85,35 +88,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--pairs", type=above_zero(int), default=60, help="steps of either side")
     parser.add_argument("--tokens", type=above_zero(int), default=256, help="of a micro-batch")
+    parser.add_argument(
+        "--hidden",
+        type=above_zero(int),
+        default=DEMO.hidden_size,
+        help=f"numbers of a hidden state, a multiple of {DEMO.head_dim}",
+    )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """Steps and their products in turn, then rounds of the gate."""
+    """Steps and their products in turn, then rounds of the gate. Raises InvalidInput for a width
+    that heads do not fill.
+    """
+    shape = widened(options.hidden)
     torch.set_num_threads(1)
     store = dist.HashStore()  # type: ignore[attr-defined]  # exported where gloo is built in
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        return _measured(options.pairs, options.tokens)
+        return _measured(shape, options.pairs, options.tokens)
     finally:
         dist.destroy_process_group()
 
 
-def _measured(pairs: int, tokens: int) -> BenchResult:
+def widened(hidden: int) -> ModelConfig:
+    """The demo's policy with wider layers: more heads of the same size, an MLP in proportion."""
+    if hidden % DEMO.head_dim:
+        raise InvalidInput("width", seen=hidden, allowed=f"a multiple of {DEMO.head_dim}")
+    heads = hidden // DEMO.head_dim
+    return replace(
+        DEMO,
+        hidden_size=hidden,
+        intermediate_size=hidden * DEMO.intermediate_size // DEMO.hidden_size,
+        num_heads=heads,
+        num_kv_heads=heads // 2 if heads % 2 == 0 else heads,
+    )
+
+
+def _measured(shape: ModelConfig, pairs: int, tokens: int) -> BenchResult:
     folder = demo_folder()
+    drafter = "eagle" if shape != DEMO else f'"{folder / "drafter_start"}"'
     config = load_config(
         DrafterTrainerConfig,
         "drafter_trainer",
         [folder / "demo.toml"],
-        [f'drafter_trainer.drafter="{folder / "drafter_start"}"'],
+        [f"drafter_trainer.drafter={drafter}"],
     )
-    learner = _learner(config, config.micro_batches_per_step)
-    unstepped = _learner(config, NEVER)
-    rows, head = [_row(tokens, seed) for seed in range(pairs + WARM_UP)], _head()
+    learner = _learner(config, shape, config.micro_batches_per_step)
+    unstepped = _learner(config, shape, NEVER)
+    rows = [_row(shape, tokens, seed) for seed in range(pairs + WARM_UP)]
+    head = _head(shape)
     timed = _in_turn(learner, unstepped, rows, head)
     positions = round(statistics.median(timed.positions))
     products = round(statistics.median(timed.products))
     say(f"{pairs} steps of {positions} positions, {products} products each")
-    gate_s = _gate_round(config, learner, head)
+    gate_s = _gate_round(config, shape, learner, head)
     interval_s = config.gate.interval_steps * statistics.median(timed.steps)
     share = gate_s / (gate_s + interval_s)
     table: list[Row] = [
@@ -129,24 +157,26 @@ def _measured(pairs: int, tokens: int) -> BenchResult:
         ),
         at_most(f"share of the gate, every {config.gate.interval_steps} steps", GATE_SHARE, share),
     ]
-    return BenchResult("a slot of the drafter, one core", table, goals)
+    return BenchResult(f"a slot of the drafter, one core, width {shape.hidden_size}", table, goals)
 
 
-def _learner(config: DrafterTrainerConfig, micro_batches: int) -> DrafterLearner:
-    (net,) = initial_nets(config, DEMO)
+def _learner(
+    config: DrafterTrainerConfig, shape: ModelConfig, micro_batches: int
+) -> DrafterLearner:
+    (net,) = initial_nets(config, shape)
     return DrafterLearner(net, config.optimizer, micro_batches=micro_batches, members=on_cpu(1))
 
 
-def _head() -> PolicyHead:
+def _head(shape: ModelConfig) -> PolicyHead:
     generator = torch.Generator().manual_seed(0)
-    embed, head = torch.randn(2, DEMO.vocab_size, DEMO.hidden_size, generator=generator)
+    embed, head = torch.randn(2, shape.vocab_size, shape.hidden_size, generator=generator)
     return PolicyHead(HASH, 0, embed, head)
 
 
-def _row(tokens: int, seed: int) -> PackedRow:
+def _row(shape: ModelConfig, tokens: int, seed: int) -> PackedRow:
     """Of the samples that fit, one at least, as the store packs it."""
     chosen, room = list[FeatureSample](), tokens
-    for one in draw_samples(tokens, seed):
+    for one in draw_samples(tokens, seed, shape.hidden_size):
         room -= one.size
         if chosen and room < 0:
             break
@@ -183,12 +213,14 @@ def _in_turn(
     return Timed(*(values[WARM_UP:] for values in astuple(timed)))
 
 
-def _gate_round(config: DrafterTrainerConfig, learner: DrafterLearner, head: PolicyHead) -> float:
+def _gate_round(
+    config: DrafterTrainerConfig, shape: ModelConfig, learner: DrafterLearner, head: PolicyHead
+) -> float:
     """Seconds in which a candidate and the serving drafter are measured on as many samples as a
     round has.
     """
     nets = [learner.snapshot(), learner.snapshot()]
-    samples = draw_samples(config.gate.samples, 1)
+    samples = draw_samples(config.gate.samples, 1, shape.hidden_size)
     job = GateJob(nets, samples, {HASH: head}, config.gate, config.buffer.window)
     began = time.perf_counter()
     while not job.done:

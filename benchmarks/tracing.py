@@ -29,7 +29,7 @@ from benchmarks.demo_runs import demo_folder
 from benchmarks.gateway.fronts import Front, gateway_with
 from benchmarks.gateway.load import median
 from benchmarks.options import above_zero
-from benchmarks.result import BenchResult, Goal, Ratio, Row, at_most, paired_ratio, say
+from benchmarks.result import BenchResult, Row, at_most, cost_goal, paired_ratio, say
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import InternalError
@@ -201,7 +201,7 @@ def _result(
         rows.append(
             {"gateway": f"{TRACED} / {name}", "CPU s a turn": cpu.value, "s a turn": wall.value}
         )
-        goals.append(cost_goal(f"CPU time, {TRACED} over {name}", cpu))
+        goals.append(cost_goal(f"CPU time, {TRACED} over {name}", GOAL, cpu))
     turn_s = median(turn.cpu_s for turn in turns[NONE]) or 1.0
     share = spans * span_s * load.requests / turn_s
     rows.append({"gateway": "its spans alone", "CPU s a turn": spans * span_s * load.requests})
@@ -211,9 +211,3 @@ def _result(
         f"once, {load.tokens} tokens each"
     )
     return BenchResult(title, rows, goals)
-
-
-def cost_goal(name: str, ratio: Ratio) -> Goal:
-    """At most `GOAL`, both with their signs turned; open while the interval holds it."""
-    met = True if ratio.high <= GOAL else False if ratio.low > GOAL else None
-    return Goal(f"minus {name} {ratio}", -GOAL, -ratio.value, met)

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
+from google.protobuf.message import Message
+
 from benchmarks.demo_runs import DemoPlan, DemoRun, run_to_end
 from benchmarks.result import say
 from paceline.cli.access import DEADLINE_S, find_coordinator
@@ -86,9 +88,11 @@ class _RunInTurns:
         self.plan = plan
         self.resumed = plan.resumes
         self.steps = 0  # done
+        self._before = self._written_ns()
         log = plan.directory.parent / "demo.log"
         self.ended = asyncio.create_task(run_to_end(command, log))
         self._stack = stack
+        self._address = ""  # of its coordinator
         self._stub: Any = None
 
     async def first_rest(self) -> None:
@@ -115,6 +119,7 @@ class _RunInTurns:
     async def _pause_when_begun(self) -> None:
         while not self.ended.done():
             try:
+                await self._find()
                 begun = (await self._snapshot()).phase != "ready"
             except Unavailable:  # it is not up yet
                 begun = False
@@ -127,14 +132,13 @@ class _RunInTurns:
     async def _next_step(self) -> None:
         before = self.steps
         while self.steps == before and not self.ended.done():  # a pause may forestall the step
-            await self._stub.ResumeRun(pb.ResumeRunRequest(), timeout=DEADLINE_S)
+            await self._asked(self._stub.ResumeRun, pb.ResumeRunRequest())
             await self._pause()
             await self._rest()
 
     async def _pause(self) -> None:
         try:
-            with rpc_errors():
-                await self._stub.PauseRun(pb.PauseRunRequest(), timeout=DEADLINE_S)
+            await self._asked(self._stub.PauseRun, pb.PauseRunRequest())
         except FailedPrecondition:  # its last step has begun, with which it ends
             await asyncio.wait((self.ended,))
 
@@ -149,15 +153,33 @@ class _RunInTurns:
     async def _moment(self) -> None:
         await asyncio.wait((self.ended,), timeout=_ASK_AGAIN_S)
 
-    async def _snapshot(self) -> pb.GetSnapshotResponse:
-        if self._stub is None:
-            if not self.plan.resumes:
-                raise Unavailable("the run has not begun", seen=self.plan.directory)
-            coordinator = find_coordinator(str(self.plan.directory), [])
+    async def _find(self) -> None:
+        """Where its coordinator is: of one that was broken off not where it was before."""
+        if self._written_ns() == self._before:
+            raise Unavailable("the run has not begun", seen=self.plan.directory)
+        coordinator = find_coordinator(str(self.plan.directory), [])
+        if coordinator.address != self._address:
             connection = await self._stack.enter_async_context(coordinator.channel())
-            self._stub = CoordinatorServiceStub(connection)
-        with rpc_errors():
-            answer: pb.GetSnapshotResponse = await self._stub.GetSnapshot(
-                pb.GetSnapshotRequest(), timeout=DEADLINE_S
-            )
+            self._address, self._stub = coordinator.address, CoordinatorServiceStub(connection)
+
+    def _written_ns(self) -> int:
+        """When its settings were written; 0 where there are none."""
+        file = self.plan.directory / "config.toml"
+        return file.stat().st_mtime_ns if file.is_file() else 0
+
+    async def _snapshot(self) -> pb.GetSnapshotResponse:
+        answer: pb.GetSnapshotResponse = await self._asked(
+            self._stub.GetSnapshot, pb.GetSnapshotRequest()
+        )
         return answer
+
+    async def _asked(self, method: Any, request: Message) -> Any:
+        """A coordinator that is slow to answer is asked again, as long as a step may take: what it
+        is asked for may be asked for twice.
+        """
+        while True:
+            try:
+                with rpc_errors():
+                    return await method(request, timeout=patient(DEADLINE_S))
+            except DeadlineExceeded:
+                await self._moment()

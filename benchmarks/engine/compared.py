@@ -47,6 +47,7 @@ from benchmarks.engine.sections import (
 )
 from benchmarks.processes import Meter
 from benchmarks.result import Goal, Row, say
+from paceline.local.memory_plan import embedded_plan
 from paceline.models.config import ModelConfig, read_config
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.kinds import (
@@ -264,14 +265,19 @@ def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
     """MiB of the tensors an engine allocates at once; pages that no sequence reaches are never
     resident.
     """
-    item = ITEM_BYTES[spec.dtype]
     arms = engine_arms(spec, engine_kinds(spec)).values()
-    cells = spec.max_batch * (spec.max_sequence_tokens + slack(arms))
-    return {
-        "keys and values": cells * config.num_layers * config.kv_width * item / MIB,
-        "hidden states for the drafter": cells * config.hidden_size * item / MIB,
-        "the drafter's keys and values": cells * config.kv_width * item / MIB,
-    }
+    plan = embedded_plan(
+        config,
+        workers=1,
+        running=spec.max_batch,
+        kept=spec.prefix_slots,
+        tokens=spec.max_sequence_tokens + slack(arms),
+        item=ITEM_BYTES[spec.dtype],
+        states=1,
+        drafter=True,
+        saver=False,
+    )
+    return {name: size / MIB for name, size in plan.parts.items()}
 
 
 async def profile(plan: Extent) -> Findings:

@@ -1,8 +1,8 @@
 """Measures the embedded engine beside transformers: arms, bandits, rollouts, bf16, memory, and
-where the time goes.
+where the time goes; in a gateway its start, and what capture costs.
 
-One process; ways that are compared take turns, and a pair's runs have equal prompts and seeds,
-hence equal tokens.
+One process, but for the gateways; ways that are compared take turns, and a pair's runs have equal
+prompts and seeds, hence equal tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import torch
 
 from benchmarks.demo_runs import demo_folder
-from benchmarks.engine import compared, sections
+from benchmarks.engine import compared, gateways, sections
 from benchmarks.engine.promotions import promotions
 from benchmarks.engine.sections import Extent, Findings
 from benchmarks.options import above_zero, counts
@@ -33,6 +33,8 @@ SECTIONS: dict[str, Callable[[Extent], Awaitable[Findings]]] = {
     "bf16": compared.in_bf16,
     "threads": sections.more_threads,
     "profile": compared.profile,
+    "launch": gateways.launch,
+    "capture": gateways.capture,
 }
 """In the order in which they run."""
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
-import zmq.asyncio
+import zmq
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.demo_runs import demo_folder
@@ -242,7 +242,7 @@ async def direct_worker(
         spec, forker, None, folder, lambda tokens, rows: found[0].on_tokens(tokens, rows)
     )
     found.append(DirectWorker(process, TextCodec(model)))
-    context = zmq.asyncio.Context()
+    context: zmq.Context[Any] = zmq.Context()
     try:
         await process.start(context, patient(READY_S))
         yield found[0]

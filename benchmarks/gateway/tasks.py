@@ -58,12 +58,18 @@ async def _gateway(
         "run.id": RUN_ID,
     }
     settings = (f"addresses.gateway=127.0.0.1:{port}",)
-    async with gateway_with(folder, name, own, settings):
-        connection = channel(f"127.0.0.1:{port}", SecurityConfig(token_env=""))
-        try:
-            yield RolloutServiceStub(connection)
-        finally:
-            await connection.close()
+    async with gateway_with(folder, name, own, settings), rollout_stub(port) as stub:
+        yield stub
+
+
+@asynccontextmanager
+async def rollout_stub(port: int) -> AsyncIterator[Any]:
+    """Calls of a gateway's RolloutService on this machine."""
+    connection = channel(f"127.0.0.1:{port}", SecurityConfig(token_env=""))
+    try:
+        yield RolloutServiceStub(connection)
+    finally:
+        await connection.close()
 
 
 async def measure_tasks(
@@ -100,16 +106,24 @@ async def _timed(stub: Any, plan: TasksPlan, step: int) -> float:
         environment="single_turn",
         reward="math_answer",
     )
-    began_s, ended = time.perf_counter(), 0
+    began_s = time.perf_counter()
+    ended = await ended_samples(stub, request)
+    return len(ended) / (time.perf_counter() - began_s)
+
+
+async def ended_samples(stub: Any, request: rpb.RunTasksRequest) -> list[rpb.SampleFinished]:
+    """A call's samples in the order of their ends. Raises InternalError when some are lost."""
     call = stub.RunTasks(request, timeout=patient(CALL_DEADLINE_S))
+    ended = []
     with rpc_errors():
         async with aclosing(responses(call)) as news:
             async for one in news:
-                ended += one.HasField("sample")
-    wanted = plan.tasks * plan.samples
-    if ended != wanted:
-        raise InternalError("samples were lost on their way", seen=ended, allowed=wanted)
-    return wanted / (time.perf_counter() - began_s)
+                if one.HasField("sample"):
+                    ended.append(one.sample)
+    wanted = len(request.tasks) * request.samples_per_task
+    if len(ended) != wanted:
+        raise InternalError("samples were lost on their way", seen=len(ended), allowed=wanted)
+    return ended
 
 
 def task_rows(plan: TasksPlan, found: Mapping[int, Sequence[float]]) -> list[Row]:

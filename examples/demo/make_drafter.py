@@ -5,7 +5,7 @@ The answers come from the embedded engine, `paceline train-drafter` learns from 
 frozen drafters that benches compare with.
 
 Usage: python make_drafter.py [--steps N] [--tokens N] [--answers N] [--model DIR] [--out DIR]
-       [--tasks FILE] [--heldout FILE] [--seed 0] [--only-answers FILE]
+       [--speculator eagle] [--tasks FILE] [--heldout FILE] [--seed 0] [--only-answers FILE]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.trajectory import SpeculationStats, request_seed
 
 HERE = Path(__file__).parent
 MAX_TOKENS, CONTEXT, TASKS_AT_ONCE, PROBES = 380, 400, 128, 64
-PROBE_ARM, PROBE_SEED = "eagle:5_1_6", 20_000
+PROBE_SHAPE, PROBE_SEED = "5_1_6", 20_000
 LEARNING = ("--lr", "2.5e-3", "--warmup-steps", "20", "--heldout-share", "0.02")
 
 
@@ -87,16 +87,17 @@ def train(options: argparse.Namespace, data: Path, out: Path) -> Path:
     places = ("--data", str(data), "--model", str(options.model), "--out", str(out))
     command = (sys.executable, "-m", "paceline.cli.main", "train-drafter")
     often = ("--eval-every", "500", "--save-every", "100000", "--log-every", "100")
-    seed = ("--seed", str(options.seed))
-    subprocess.run((*command, *places, *sizes, *LEARNING, *often, *seed), check=True)
+    kind = ("--speculator", options.speculator, "--seed", str(options.seed))
+    subprocess.run((*command, *places, *sizes, *LEARNING, *often, *kind), check=True)
     return out / "checkpoint" / "speculator"
 
 
 def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     """Acceptance length on fixed held-out prompts, bonus token included."""
-    engine = build_engine(options, str(options.out), "off", PROBE_ARM)
+    arm = f"{options.speculator}:{PROBE_SHAPE}"
+    engine = build_engine(options, str(options.out), "off", arm)
     tasks = read_tasks(options.heldout)[:PROBES]
-    ended = list(answers(engine, tokenizer, tasks, seed=PROBE_SEED, arm=PROBE_ARM))
+    ended = list(answers(engine, tokenizer, tasks, seed=PROBE_SEED, arm=arm))
     engine.close()
     return sum((chunk.speculation for _, chunk in ended), SpeculationStats()).accept_length
 
@@ -108,6 +109,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512_000, help="positions trained on, in all")
     parser.add_argument("--answers", type=int, default=6000, help="answers to learn from")
     parser.add_argument("--model", type=Path, default=HERE / "policy_start")
+    parser.add_argument("--speculator", default="eagle", help="kind of the drafter")
     parser.add_argument(
         "--tasks", type=Path, default=HERE / "tasks_train.jsonl", help="that are answered"
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks import turns
 from benchmarks.demo_runs import NO_WORDS, WITHOUT, DemoPlan, DemoRun, Flags, two_digits
 from benchmarks.hindsight import NO_EVALUATIONS
 from benchmarks.turns import finished_in_turns
+from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 3
@@ -48,6 +53,23 @@ def test_who_is_ahead_does_no_step() -> None:
     for in_turn in ("abab", "abba", "baabba", "aabbab"):
         assert out_of_turn(in_turn) == [], in_turn
     assert out_of_turn("abaab") == [3]
+
+
+async def test_a_run_that_was_broken_off_takes_its_turns_again(tmp_path: Path) -> None:
+    one = plan(tmp_path, "none", WITHOUT)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(turns._one_token())
+        begun = turns._RunInTurns(one, await one.command(), stack)
+        await begun.first_rest()
+        begun.ended.cancel()
+        await asyncio.gather(begun.ended, return_exceptions=True)
+    demo = [one for one in psutil.Process().children() if str(tmp_path) in " ".join(one.cmdline())]
+    _, alive = await asyncio.to_thread(psutil.wait_procs, demo, patient(60))
+    assert not alive
+    assert not one.is_finished()
+    (run,) = await finished_in_turns([one])
+    assert len(run.steps) == STEPS
+    assert run.cpu_s is None, "the cost of its beginning is not known"
 
 
 async def test_while_one_run_does_a_step_the_other_rests(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def run(
         "near_ties": 3,
         "wall_s": 60.0,
         "steps": 30,
+        "phase": "finished",
         "drafter_steps": 60,
         "drafter_tokens": 900,
     }
@@ -167,18 +168,34 @@ async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         await e2e.run(options(tmp_path, count=40))
 
 
-async def test_the_frozen_drafter_is_one_of_the_start_policy_that_learned_for_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[list[str]] = []
+def test_a_run_that_was_broken_off_is_not_finished(tmp_path: Path) -> None:
+    one = runs()[0]
+    plan = e2e._plan(options(tmp_path), 0, one.arm, 30)
+    write(plan.directory, one, cpu_s=1.0, resumed=False)
+    assert plan.is_finished()
+    broken = {**one.summary, "steps": 12, "phase": "paused"}
+    (plan.directory / "summary.json").write_text(json.dumps(broken))
+    assert not plan.is_finished()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of the drafters that a bench has trained, each of which did nothing."""
+    commands: list[list[str]] = []
 
     async def pretend(command: list[str]) -> float:
-        made.append(command)
+        commands.append(command)
         (folder := Path(command[command.index("--out") + 1])).mkdir()
         (folder / "model.safetensors").touch()
         return 1.0
 
     monkeypatch.setattr(demo_runs, "run_to_end", pretend)
+    return commands
+
+
+async def test_the_frozen_drafter_is_one_of_the_start_policy_that_learned_for_longer(
+    tmp_path: Path, made: list[list[str]]
+) -> None:
     for seed in (0, 1):
         flags = await e2e._plan(options(tmp_path), seed, "frozen", 30).flags()
         assert flags == ("--frozen-drafter", str(tmp_path / "drafter-3200"))
@@ -186,6 +203,21 @@ async def test_the_frozen_drafter_is_one_of_the_start_policy_that_learned_for_lo
     assert Path(script).name == "make_drafter.py"
     said = dict(zip(words[::2], words[1::2], strict=True))
     assert (said["--steps"], said["--tokens"], said["--seed"]) == ("3200", "819200", "0")
+
+
+async def test_the_block_parallel_arm_begins_with_as_much_training_as_the_demos_start_drafter(
+    tmp_path: Path, made: list[list[str]]
+) -> None:
+    plan = e2e._plan(options(tmp_path), 0, "dflash", 30)
+    folder = tmp_path / "drafter-dflash"
+    assert list(await plan.flags()) == [
+        f"gateway.drafter={folder}",
+        f"drafter_trainer.drafter={folder}",
+    ]
+    assert any("dflash:7_1_8" in one for one in plan.settings)
+    ((_, _, *words),) = made
+    said = dict(zip(words[::2], words[1::2], strict=True))
+    assert (said["--steps"], said["--speculator"]) == ("2000", "dflash")
 
 
 async def test_the_arms_are_drawn_side_by_side(tmp_path: Path) -> None:

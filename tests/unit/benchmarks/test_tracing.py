@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.result import Ratio, paired_ratio
-from benchmarks.tracing import ENVIRONMENTS, SPANS_ALONE, cost_goal, span_cpu_s
+from benchmarks.result import Ratio, cost_goal, paired_ratio
+from benchmarks.tracing import ENVIRONMENTS, GOAL, SPANS_ALONE, span_cpu_s
 from paceline.local.patience import patient
 from paceline.report.spans import read_spans
 
@@ -27,14 +27,14 @@ from paceline.report.spans import read_spans
 def test_the_goal_is_judged_by_the_whole_interval(
     low: float, value: float, high: float, met: bool | None
 ) -> None:
-    goal = cost_goal("CPU time", Ratio(value, low, high, 12))
+    goal = cost_goal("CPU time", GOAL, Ratio(value, low, high, 12))
     assert (goal.met, goal.value, goal.goal) == (met, -value, -1.01)
 
 
 def test_an_overhead_of_two_percent_is_seen_through_noise() -> None:
     noise = [1 + 0.004 * (-1) ** number for number in range(12)]
     traced = [1.02 * one for one in noise]
-    assert cost_goal("CPU time", paired_ratio(traced, noise[::-1])).met is False
+    assert cost_goal("CPU time", GOAL, paired_ratio(traced, noise[::-1])).met is False
 
 
 def test_a_span_alone_is_measured_with_its_line_in_the_file(tmp_path: Path) -> None:

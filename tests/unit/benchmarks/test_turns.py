@@ -6,7 +6,9 @@ import asyncio
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,7 +16,9 @@ import pytest
 
 from benchmarks import turns
 from benchmarks.demo_runs import DemoPlan, run_to_end
+from paceline.errors import DeadlineExceeded
 from paceline.local.patience import patient
+from paceline.v1 import coordinator_pb2 as pb
 
 
 @dataclass
@@ -47,6 +51,20 @@ async def test_who_was_last_is_first_in_the_next_round() -> None:
 
 async def test_who_is_behind_catches_up_first() -> None:
     assert await order_of(a=1, b=3) == "aaab"
+
+
+async def test_a_coordinator_that_is_slow_to_answer_is_asked_again() -> None:
+    answers: list[Any] = [DeadlineExceeded("late"), DeadlineExceeded("late"), "answer"]
+
+    async def method(request: Any, *, timeout: float) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    run: Any = SimpleNamespace(_moment=partial(asyncio.sleep, 0))
+    assert await turns._RunInTurns._asked(run, method, pb.PauseRunRequest()) == "answer"
+    assert answers == []
 
 
 async def test_a_run_ends_with_the_bench_that_is_cancelled(tmp_path: Path) -> None:
