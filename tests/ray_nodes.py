@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 from demo_runs import SMALL, demo
 
@@ -55,7 +56,13 @@ class RayNode:
         return "".join(said)
 
     def kill(self) -> None:
-        """As a machine that loses its power."""
+        """As a machine that loses its power: with all that it has started, which else lives until
+        it notices.
+        """
+        with suppress(psutil.NoSuchProcess):
+            for one in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(patient(30))

@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.environments.base import Episode, Episode
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-HEAD, NODES = "127.0.1.1", ("127.0.1.2", "127.0.1.3", "127.0.1.4")
+HEAD, NODES = "127.0.1.1", ("127.0.1.2", "127.0.1.3", "127.0.1.4", "127.0.1.5")
 STEPS = 4
 
 
@@ -43,7 +43,7 @@ def run_with_redis(out: Path, address: str, *words: str) -> subprocess.Popen[str
 
 def test_a_run_goes_on_elsewhere_when_the_node_of_its_trainers_is_lost(tmp_path: Path) -> None:
     port, run = free_ports(1)[0], tmp_path / "demo-0-1"
-    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:3], 1)}, port) as nodes:
         process = run_with_redis(tmp_path, f"{HEAD}:{port}")
         lines = wait_for(process, "step 1/")
         hosts = {name: host_of(run, name) for name in ("gateway", "policy_trainer", "coordinator")}
@@ -69,7 +69,7 @@ def test_ranks_of_the_policy_are_on_as_many_nodes_as_its_hosts_and_start_again_w
 ) -> None:
     port, run = free_ports(1)[0], tmp_path / "demo-0-1"
     two_hosts = ("policy_trainer.hosts=[1,1]", "coordinator.learner_slots=2")
-    with ray_nodes({HEAD: 1, **dict.fromkeys(NODES, 1)}, port) as nodes:
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
         process = run_with_redis(tmp_path, f"{HEAD}:{port}", *two_hosts)
         lines = wait_for(process, "step 1/")
         trainer, gateway = (host_of(run, name) for name in ("policy_trainer", "gateway"))
