@@ -93,6 +93,17 @@ class RoundOutcome:
         return self.tokens / len(self.taken)
 
 
+@dataclass(frozen=True, slots=True)
+class UnusedDrafts:
+    """What an arm would have given for some rows of rounds that another arm drafted."""
+
+    arm: str
+    situation: Situation  # of the last round
+    rows: Sequence[int]  # indices of situation.rows
+    taken: Sequence[int]  # tokens of each, as RoundOutcome.taken
+    more: Sequence[bool]  # whether each would have gone on
+
+
 class CostSample(NamedTuple):
     """A round that was timed before any request came."""
 
@@ -127,6 +138,12 @@ class Bandit(Protocol):
 
     def observe(self, outcome: RoundOutcome) -> None:
         """What a round gave."""
+        ...
+
+    def observe_unused(self, drafts: UnusedDrafts) -> None:
+        """What an arm would have given; after `observe` of the round that decided it. A kind that
+        learns of whole rounds ignores it.
+        """
         ...
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:

@@ -15,10 +15,11 @@ BanditSettings.watchdog_rounds:
   `limit` rounds for q of a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom
   proposes, as n-grams, is so not taken for dead.
 
-A dead drafter's arms are not chosen in that group until `renew` names one of them, or until a
-whole window of rounds has passed (two, then four, when it is dead each time it is tried): a verdict
-is forgotten as other rounds are, and a drafter without weights is never named. `off` drafts nothing
-and stays. When no arm would be left, all are.
+A dead drafter's arms are not chosen in that group until `renew` names one of them, until the drafts
+of `limit` rows that it would have proposed show life by the first rule, or until a whole window of
+rounds has passed (two, then four, when it is dead each time it is tried): a verdict is forgotten as
+other rounds are, and a drafter without weights is never named. `off` drafts nothing and stays. When
+no arm would be left, all are.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from paceline.services.rollout_gateway.bandits.base import (
     CostSample,
     RoundOutcome,
     Situation,
+    UnusedDrafts,
     group_of,
 )
 from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
@@ -101,6 +103,7 @@ class WatchedDrafter:
     pulse: Pulse
     rests_until: int = 0  # round of the group; while it is dead
     deaths_at_once: int = 0  # trials in a row that showed no life
+    unused: Pulse | None = None  # of what it would have proposed since it died
 
 
 class AcceptanceWatchdog:
@@ -142,6 +145,23 @@ class AcceptanceWatchdog:
             )
             if drafter.pulse.beat(outcome.accept_length):
                 self._retire(group, speculator, drafter)
+
+    def observe_unused(self, drafts: UnusedDrafts) -> None:
+        """Tell the inner bandit, and look whether a dead drafter would live."""
+        self._inner.observe_unused(drafts)
+        group = group_of(self._groups, drafts.situation.batch_size)
+        drafter = self._drafters.get((group, speculator_of(drafts.arm)))
+        if drafter is None or not drafter.pulse.dead:
+            return
+        for taken in drafts.taken:
+            pulse = drafter.unused = drafter.unused or Pulse(self._limit)
+            pulse.beat(taken)
+            if pulse.rounds == self._limit:
+                drafter.unused = None
+                if not pulse.silent_from_the_start:
+                    drafter.pulse, drafter.rests_until = Pulse(self._limit), 0
+                    self._admit(group)
+                    return
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """New drafters live until they prove dead again; a new policy revives nobody."""

@@ -20,6 +20,7 @@ from paceline.services.rollout_gateway.bandits.base import (
     CostSample,
     RoundOutcome,
     Situation,
+    UnusedDrafts,
     group_of,
 )
 from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
@@ -178,6 +179,9 @@ class WindowedBandit(ABC):
         group.add(PlayedRound(outcome.arm, *facts))
         group.arms[outcome.arm].pulls += 1
         group.arms[outcome.arm].explorations += outcome.explored
+
+    def observe_unused(self, drafts: UnusedDrafts) -> None:  # noqa: B027 (a default)
+        """Nothing: no seconds are known of them."""
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """A new drafter: its arms inherit, or are tried again.

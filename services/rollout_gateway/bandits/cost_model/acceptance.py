@@ -38,6 +38,7 @@ BOUND_Z = 0.5  # standard deviations of the optimistic chance
 IDLE_SHARE = 0.2  # of the window: rounds in which evidence that is not renewed fades to 1 / e
 TRIAL_ROWS = 4  # after which a drafter is no longer new
 OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
+ALL = slice(None)
 SLACK = 1.02  # by which a window of trials may be exceeded before it is cut
 STALE_SHARE = 0.02  # rows since beliefs were made anew, as a share of the trials they rest on
 STALE_ROUNDS = 4  # after which they are made anew in any case
@@ -126,28 +127,41 @@ class GroupAcceptance:
         keep = np.full_like(self._trials, self._idle_keep)
         if span is not None:
             accepted = np.minimum(accepted, span.steps)
-            reached = np.bincount(accepted, minlength=span.steps + 1)[::-1].cumsum()[::-1]
-            fresh = reached[:-1] if more.all() else reached[:-1] - _ends(accepted, more, span.steps)
+            _, fresh = _counted(accepted, more, span.steps)
             keep[0, group, span.first : span.end][fresh > 0] = 1.0
-
         self._trials *= keep
         self._accepted *= keep
         self._pool *= keep[0, group]
-        if span is not None:
-            self._seen[group][span.family] += len(slots)
-            own, end = self._trials[0, group], span.end
-            own[span.first : end] += fresh
-            self._accepted[0, group, span.first : end] += reached[1:]
-            self._pool[0, span.first : end] += reached[1:]
-            self._pool[1, span.first : end] += fresh
-            if own.max() > SLACK * self._window:
-                self._cap(group, self._window)
+        if span is None:
+            self._age(len(slots), self._window)
+        else:
+            self._learn(group, span, slots, accepted, more)
 
-        self._age(
-            len(slots), self._window if span is None else float(self._trials[0, group, span.first])
-        )
+    def observe_unused(
+        self, group: int, arm: str, slots: Counts, accepted: Counts, more: Flags
+    ) -> None:
+        """What an arm that drafts would have had accepted, beside a round that was counted:
+        nothing else fades. The past weighs as little as under a new policy: a drafter that looks
+        up becomes right from one step to the next, and no round of its own would show that.
+        """
+        span = self._spans[self._index[arm]]
         if span is not None:
-            self.rows.observe(slots, span, accepted, more, self.beliefs(group).chances)
+            self._cap(group, POLICY_TRIALS, slice(span.first, span.end))
+            self._learn(group, span, slots, np.minimum(accepted, span.steps), more)
+
+    def _learn(
+        self, group: int, span: DraftSpan, slots: Counts, accepted: Counts, more: Flags
+    ) -> None:
+        self._seen[group][span.family] += len(slots)
+        hits, fresh = _counted(accepted, more, span.steps)
+        own, part = self._trials[0, group], slice(span.first, span.end)
+        own[part] += fresh
+        self._accepted[0, group, part] += hits
+        self._pool[:, part] += hits, fresh
+        if own.max() > SLACK * self._window:
+            self._cap(group, self._window)
+        self._age(len(slots), float(own[span.first]))
+        self.rows.observe(slots, span, accepted, more, self.beliefs(group).chances)
 
     def _age(self, rows: int, trials: float) -> None:
         """Beliefs outlive a few rounds where these change next to nothing."""
@@ -184,11 +198,11 @@ class GroupAcceptance:
             np.array(chances), [tokens[end] for end in ends], [bounds[end] for end in ends]
         )
 
-    def _cap(self, groups: int | slice, most: float) -> None:
-        scale = most / np.maximum(self._trials[:, groups], most)
-        self._trials[:, groups] *= scale
-        self._accepted[:, groups] *= scale
-        self._pool *= most / np.maximum(self._pool[1], most)
+    def _cap(self, groups: int | slice, most: float, positions: slice = ALL) -> None:
+        scale = most / np.maximum(self._trials[:, groups, positions], most)
+        self._trials[:, groups, positions] *= scale
+        self._accepted[:, groups, positions] *= scale
+        self._pool[:, positions] *= most / np.maximum(self._pool[1, positions], most)
 
     def _changed(self) -> None:
         self._stale_rows = self._stale_rounds = 0
@@ -196,7 +210,7 @@ class GroupAcceptance:
 
     def new_policy(self) -> None:
         """What is known of all positions weighs little."""
-        self._cap(slice(None), POLICY_TRIALS)
+        self._cap(ALL, POLICY_TRIALS)
         self._changed()
 
     def new_drafter(self, arms: Set[str], shift: AcceptanceShift | None, rounds: int) -> None:
@@ -272,10 +286,15 @@ class GroupAcceptance:
             self._pool[1, span.first : span.first + steps] += one.trials[:steps]
             self._seen[group][span.family] = max(self._seen[group][span.family], TRIAL_ROWS)
 
-        self._cap(slice(None), self._window)
+        self._cap(ALL, self._window)
         self._changed()
 
 
-def _ends(accepted: Counts, more: Flags, steps: int) -> Counts:
-    """Rows [steps] that ended with so many drafts accepted: the next one was not refused."""
-    return np.bincount(accepted[~more], minlength=steps + 1)[:-1]
+def _counted(accepted: Counts, more: Flags, steps: int) -> tuple[Counts, Counts]:
+    """Rows in which the draft at each position [steps] was accepted, and in which it was tried."""
+    reached = np.bincount(accepted, minlength=steps + 1)[::-1].cumsum()[::-1]
+    tried = reached[:-1]
+    if not more.all():
+        # Of rows that ended with so many drafts accepted the next one was not refused.
+        tried = tried - np.bincount(accepted[~more], minlength=steps + 1)[:-1]
+    return reached[1:], tried

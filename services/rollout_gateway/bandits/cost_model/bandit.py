@@ -37,6 +37,7 @@ from paceline.services.rollout_gateway.bandits.base import (
     RoundOutcome,
     RowFacts,
     Situation,
+    UnusedDrafts,
     group_of,
 )
 from paceline.services.rollout_gateway.bandits.cost_model.acceptance import GroupAcceptance
@@ -184,6 +185,16 @@ class CostModel(WindowedBandit):
             taken, slots, more = taken[ran], slots[ran], more[ran]
         if len(taken):
             self._acceptance.observe(group, outcome.arm, slots, taken - 1, more)
+
+    def observe_unused(self, drafts: UnusedDrafts) -> None:
+        """Learn what an arm would have had accepted; its drafter need not be tried for that."""
+        group = self._at(drafts.situation.batch_size)
+        self._met[self._acceptance.family(self._index[drafts.arm])] = sum(self._rounds)
+        self._follow(drafts.situation.rows, group)
+        slots, accepted = self._slots[list(drafts.rows)], np.array(drafts.taken) - 1
+        self._acceptance.observe_unused(
+            group, drafts.arm, slots, accepted, np.array(drafts.more, dtype=np.bool_)
+        )
 
     def _follow(self, rows: Sequence[RowFacts], group: int) -> None:
         """Requests that were in the round before and are not now have ended with it."""

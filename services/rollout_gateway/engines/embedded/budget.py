@@ -16,7 +16,7 @@ al. 2025 (DAS, arXiv 2511.13841).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,6 +120,8 @@ class _Overhead:
     until_probe: int = PROBE_EVERY
 
 
+RowDrafts = tuple[list[int], list[float], Sequence[int]]
+"""Tokens, scores and parents of one row, as Drafts has them."""
 Node = tuple[float, int, int]
 """A draft that may be verified: minus its chance times its row's weight, row, index; so that they
 sort by falling value, parents first.
@@ -165,7 +167,15 @@ class Budget:
 
         worth: of a token of each row, above 0, in any unit; (): all alike.
         """
-        if not self.cost.known or self._probes(arm):
+        if self.cost.known and self._probes(arm):
+            return drafts
+        return self.left(drafts, speculator, arm, worth)
+
+    def left(
+        self, drafts: Drafts, speculator: str, arm: str, worth: Sequence[float] = ()
+    ) -> Drafts:
+        """As `prune` where costs are known and nothing is probed; all of them where not."""
+        if not self.cost.known:
             return drafts
         weights = worth or [1.0] * len(drafts.tokens)
         calibration = self._calibrations.setdefault(speculator, Calibration())
@@ -181,7 +191,7 @@ class Budget:
         """All drafts by falling chance of being accepted, weighed by their rows."""
         nodes: list[Node] = []
         chance = calibration.chance
-        for row, (tokens, scores, parents) in enumerate(_rows(drafts)):
+        for row, (tokens, scores, parents) in enumerate(row_drafts(drafts)):
             reached, score_of, weight = [1.0], [1.0, *scores], weights[row]
             for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
                 here = (
@@ -208,12 +218,12 @@ class Budget:
         overhead.floor = FLOOR_SHARE * min(chances, default=0.0)
         return count
 
-    def learn(self, speculator: str, drafts: Drafts, reached: Sequence[Set[int]]) -> None:
-        """What became of a round's drafts: of each row the nodes that were drawn, 0 for its root, i
-        + 1 for draft i.
+    def learn(self, speculator: str, became: Iterable[tuple[RowDrafts, Set[int]]]) -> None:
+        """What became of drafts: of each row the nodes that were drawn, 0 for its root, i + 1 for
+        draft i.
         """
         calibration = self._calibrations.setdefault(speculator, Calibration())
-        for drawn, (tokens, scores, parents) in zip(reached, _rows(drafts), strict=True):
+        for (tokens, scores, parents), drawn in became:
             score_of = [1.0, *scores]
             for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
                 if token >= 0 and above in drawn:
@@ -229,8 +239,8 @@ class Budget:
         return self._overheads.setdefault(arm, _Overhead())
 
 
-def _rows(drafts: Drafts) -> Iterator[tuple[list[int], list[float], Sequence[int]]]:
-    """Tokens, scores and parents of each row."""
+def row_drafts(drafts: Drafts) -> Iterator[RowDrafts]:
+    """Row by row."""
     tokens, scores = drafts.tokens.tolist(), drafts.scores.tolist()
     parents = (
         [range(drafts.tokens.shape[1])] * len(tokens)
@@ -247,7 +257,7 @@ def _only(drafts: Drafts, chosen: Sequence[Node]) -> Drafts:
         kept[row].append(index)
     width = max(map(len, kept))
     rows: tuple[list[list[int]], list[list[float]], list[list[int]]] = ([], [], [])
-    for indices, (tokens, scores, parents) in zip(kept, _rows(drafts), strict=True):
+    for indices, (tokens, scores, parents) in zip(kept, row_drafts(drafts), strict=True):
         indices.sort()
         names = {index + 1: name for name, index in enumerate(indices, 1)} | {0: 0}
         rest = width - len(indices)

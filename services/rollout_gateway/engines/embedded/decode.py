@@ -18,6 +18,7 @@ from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
+from paceline.services.rollout_gateway.engines.embedded.aside import SideLooks
 from paceline.services.rollout_gateway.engines.embedded.capture import (
     Capture,
     CapturedRows,
@@ -78,6 +79,7 @@ class Decoder:
     ) -> None:
         self._weights = weights
         self._speculation = speculation
+        self._looks = SideLooks(speculation, store)
         self._store = store
         self._capture = capture
         self._penalties = Penalties()
@@ -98,6 +100,9 @@ class Decoder:
         plan = speculation.choose(rows, draining=draining)
         version = self._weights.versions.policy
         parts = speculation.parts(plan, slots, rows, self._store, version)
+        teaches = not any(sequence.request.probe for sequence in rows)
+        if teaches:
+            self._looks.look(plan, slots, rows, version)
         stopwatch.start()
         places = self._places(slots, rows)
         sampling = [sequence.request.sampling for sequence in rows]
@@ -111,12 +116,12 @@ class Decoder:
         taken = self._accept(one, verdict)
         stopwatch.lap("sample")
         self._keep(one, verdict, taken)
-        teaches = not any(sequence.request.probe for sequence in rows)
         if teaches:
             speculation.learn_drafts(parts, verdict)
         stopwatch.lap("keep")
         if teaches:
             speculation.learn_costs(plan, taken, len(one.hidden), stopwatch)
+            self._looks.learn(plan.situation, rows)
         self._rounds += 1
         self._nodes += len(one.hidden)
 

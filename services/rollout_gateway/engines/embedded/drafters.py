@@ -76,9 +76,13 @@ class Drafters:
         """True when a speculator reads the target's hidden states, now or after a commit."""
         return self.trainable or any(speculator.capture.layers for speculator in self.live.values())
 
+    def trains(self, speculator: str) -> bool:
+        """True for a kind that has weights."""
+        return speculator in self._kinds.trained
+
     def rests(self, speculator: str) -> bool:
         """True for a trained kind of which no version serves."""
-        return speculator in self._kinds.trained and speculator != self.serving
+        return self.trains(speculator) and speculator != self.serving
 
     def prepare(self, path: Path) -> DrafterVersion:
         """Read a version of any kind.

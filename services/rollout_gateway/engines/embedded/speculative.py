@@ -18,7 +18,7 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
-from paceline.services.rollout_gateway.engines.embedded.budget import Budget
+from paceline.services.rollout_gateway.engines.embedded.budget import Budget, row_drafts
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
@@ -41,6 +41,7 @@ class RoundPlan:
     situation: Situation
     explored: bool = False
     worth: Sequence[float] = ()  # of a token of each row; (): all alike
+    chosen: bool = False  # of some rows the bandit's choice
 
     @property
     def single(self) -> str:
@@ -128,7 +129,7 @@ class Speculation:
             return RoundPlan(arms, situation)
         choice = self.bandit.choose(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)
-        return RoundPlan(arms, situation, choice.explored, choice.worth)
+        return RoundPlan(arms, situation, choice.explored, choice.worth, chosen=True)
 
     def parts(
         self,
@@ -145,7 +146,7 @@ class Speculation:
         for name, members in plan.arms.items():
             arm = self.arms[name]
             if arm.speculator:
-                batch = _draft_batch(
+                batch = draft_batch(
                     [slots[row] for row in members], [rows[row] for row in members], store, version
                 )
                 speculator = self.drafters.live[arm.speculator]
@@ -200,8 +201,9 @@ class Speculation:
         reached = _followed(verdict)
         for part in parts:
             if part.drafts is not None:
+                drawn = [reached[row] for row in part.members]
                 self.budget.learn(
-                    part.arm.speculator, part.drafts, [reached[row] for row in part.members]
+                    part.arm.speculator, zip(row_drafts(part.drafts), drawn, strict=True)
                 )
 
     def learn_costs(
@@ -251,7 +253,7 @@ class Speculation:
         """These sequences are complete under a policy's version; speculators that learn from text
         read them.
         """
-        self.drafters.ended(_draft_batch(slots, rows, store, version))
+        self.drafters.ended(draft_batch(slots, rows, store, version))
 
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
@@ -263,9 +265,10 @@ class Speculation:
         self.bandit.renew({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 
-def _draft_batch(
+def draft_batch(
     slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
 ) -> DraftBatch:
+    """What speculators are told of these rows, under a policy's version."""
     return DraftBatch(
         slots,
         [sequence.length for sequence in rows],
