@@ -34,6 +34,4 @@ def read_ranks(directory: Path, settings: int) -> int:
 
 def write_ranks(directory: Path, ranks: int, settings: int) -> None:
     """In the place of what was chosen before. Raises ResourceExhausted where there is no room."""
-    write_whole(
-        directory / FILE, json.dumps({"ranks": ranks, "instead_of": settings}) + "\n"
-    )
+    write_whole(directory / FILE, json.dumps({"ranks": ranks, "instead_of": settings}) + "\n")

@@ -82,9 +82,7 @@ class PolicyDriver:
             async with asyncio.timeout(deadline_s), self._turn:
                 pass
 
-    async def run(
-        self, command: Command, deadline_s: float, ranks: int = 0
-    ) -> AsyncIterator[News]:
+    async def run(self, command: Command, deadline_s: float, ranks: int = 0) -> AsyncIterator[News]:
         """Sends a command and yields its news up to the last. `ranks`: that are to carry it out and
         what follows, which is told first; 0: those that there are.
 

@@ -331,9 +331,7 @@ def leads_on(explored: Explored) -> None:
 def words_are_followed(explored: Explored) -> None:
     """From every world in which a step is to begin, those who are to join or to leave can do so."""
     done = explored.lead_to(
-        lambda state: not (
-            state.joining.workers or state.leaving.workers or state.resharding.ranks
-        )
+        lambda state: not (state.joining.workers or state.leaving.workers or state.resharding.ranks)
     )
     for number, world in enumerate(explored.worlds):
         left = world.state.rollouts.begun < world.state.settings.total_steps

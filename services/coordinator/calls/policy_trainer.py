@@ -91,9 +91,7 @@ def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainSte
     )
 
 
-def _resharded(
-    calls: Calls, command: commands.TrainPolicy, answer: policy_pb2.Resharded
-) -> Event:
+def _resharded(calls: Calls, command: commands.TrainPolicy, answer: policy_pb2.Resharded) -> Event:
     if not answer.failure:
         took = {"reshard_s": answer.reshard_s}
         return events.RanksChanged(calls.now(), command.epoch, answer.ranks, took)
