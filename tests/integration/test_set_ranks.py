@@ -18,6 +18,7 @@ from integration.coordinator_world import (
     overrides,
     run_to_end,
     running_peers,
+    status_of,
 )
 from integration.test_pause import Work, asked, told
 
@@ -51,6 +52,7 @@ async def test_ranks_change_with_the_next_step_that_trains_and_stay_for_those_af
         waiting = asyncio.Event()
         changing = asyncio.create_task(told(config, on_ranks(1), waiting))
         await asyncio.wait_for(waiting.wait(), WAIT_S)
+        assert "1 ranks of the policy from the next step on" in await status_of(config)
         script.released.set()
         status, lines = await changing
         await run
