@@ -52,7 +52,7 @@ async def test_ranks_change_with_the_next_step_that_trains_and_stay_for_those_af
         waiting = asyncio.Event()
         changing = asyncio.create_task(told(config, on_ranks(1), waiting))
         await asyncio.wait_for(waiting.wait(), WAIT_S)
-        assert "1 ranks of the policy from the next step on" in await status_of(config)
+        assert "ranks of the policy from the next step on that trains: 1" in await status_of(config)
         script.released.set()
         status, lines = await changing
         await run
@@ -130,7 +130,7 @@ async def test_what_cannot_be_is_refused_with_what_may_be(redis_url: str, tmp_pa
             3, FailedPrecondition, r"seen: 3 ranks; allowed: 1 to 2; gateway\.engine\.most_workers"
         )
         await asked(config, "RequestRanks", pb.RequestRanksRequest(ranks=1))
-        await refused(2, FailedPrecondition, "under way; seen: 1 ranks from step 1 on")
+        await refused(2, FailedPrecondition, "under way; seen: to 1 from step 1 on")
         script.released.set()
         await run
     assert script.ranks_by_step == {0: [2], 1: [1]}

@@ -38,7 +38,7 @@ def against_ranks(state: State, event: events.RanksRequested) -> Objection | Non
         return Objection(message, f"{event.ranks} ranks", f"1 to {slots}; {setting}")
     if wanted:
         message = "another change of the ranks is under way"
-        return Objection(message, f"{wanted} ranks from step {first_step(state)} on", "after it")
+        return Objection(message, f"to {wanted} from step {first_step(state)} on", "after it")
     if first_step(state) >= state.settings.total_steps:
         steps = state.settings.total_steps
         seen = f"step {state.step} of {steps}, {state.doing}"
