@@ -258,14 +258,19 @@ def about_a_pause(world: World) -> Iterator[Move]:
 
 
 def about_workers(world: World) -> Iterator[Move]:
-    """What an operator may ask of workers: one that is to join, or any that is to leave."""
+    """What an operator may ask of workers: one that is to join, or any that is to leave. Of a run
+    whose workers stay: another number of ranks.
+    """
     state = world.state
     if not world.staffs or state.phase not in LIVE:
         return
-    if vacant := vacant_places(state):
+    if (vacant := vacant_places(state)) and state.settings.elastic:
         yield Move(events.WorkersRequested(0.0, vacant[:1]), world.calls, staffs=1)
-    for worker in staying(state):
+    for worker in staying(state) if state.settings.elastic else ():
         yield Move(events.DrainRequested(0.0, (worker,), 1.0), world.calls, staffs=1)
+    if not state.settings.elastic and not state.resharding.ranks:
+        ranks = len(state.settings.policy_slots)
+        yield Move(events.RanksRequested(0.0, ranks), world.calls, staffs=1)
 
 
 def choices(state: State) -> Iterator[Event]:
@@ -308,7 +313,11 @@ def answers(call: Call, state: State) -> Iterator[tuple[Event, int | str | None]
             yield events.DrafterJoined(0.0, epoch, len(slots)), None
         case commands.PreemptDrafter(_, epoch):
             yield events.Preempted(0.0, epoch), None
-        case commands.TrainPolicy(_, epoch, _, version):
+        case commands.TrainPolicy(_, epoch, _, version, _, ranks):
+            if ranks and not call.said & {"resharded", "stepped"}:
+                yield events.RanksChanged(0.0, epoch, ranks), "resharded"
+                yield events.RanksKept(0.0, epoch, 1, "one does not come up"), "resharded"
+                return
             if "stepped" not in call.said:
                 yield events.PolicyStepped(0.0, epoch, version + 1), "stepped"
             yield events.PolicyPrepared(0.0, epoch, version + 1), None
@@ -417,6 +426,7 @@ def key(world: World) -> tuple[object, ...]:
         *(state.settings.total_steps, world.faults, state.paused, world.pauses, world.staffs),
         *(coming[state.joining.epoch], state.joining.workers, state.joining.called),
         *(going[state.leaving.epoch], state.leaving.workers, state.leaving.called),
+        *(state.resharding.ranks, state.resharding.epoch == learner.epoch),
         tuple((str(call.kind), _rank(call, epochs), call.said) for call in world.calls),
     )
 

@@ -19,6 +19,7 @@ from paceline.services.coordinator.journal.facts import all_slots
 from paceline.services.coordinator.journal.journal import Journal
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.choice import Choice, due_profile, objection
+from paceline.services.coordinator.machine.ranks import first_step
 from paceline.services.coordinator.machine.rollout import bits
 from paceline.services.coordinator.machine.staff import staying, there, vacant_places
 from paceline.services.coordinator.machine.state import Phase, State
@@ -68,6 +69,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             workers=there(state),
             joining=bits(state.joining.workers),
             leaving=bits(state.leaving.workers),
+            ranks_wanted=state.resharding.ranks,
+            ranks=state.resharding.had,
+            ranks_failure=state.resharding.failure,
         )
 
     async def ListSteps(
@@ -161,6 +165,18 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             raise InvalidInput("workers to drain", seen=seen, allowed=allowed)
         await self._choose(events.DrainRequested(self._runner.now(), workers, drain_s))
         return pb.RequestDrainResponse(staying=staying(self._runner.transitions.state))
+
+    async def RequestRanks(
+        self, request: pb.RequestRanksRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
+        """Has the policy trained on another number of ranks. InvalidInput for none,
+        FailedPrecondition naming what speaks against it.
+        """
+        if not request.ranks:
+            slots = len(self._runner.transitions.state.settings.policy_slots)
+            raise InvalidInput("ranks of the policy", seen=0, allowed=f"1 to {slots}")
+        before = await self._choose(events.RanksRequested(self._runner.now(), request.ranks))
+        return pb.RequestRanksResponse(from_step=first_step(before))
 
     async def _choose_drafter(
         self, request: pb.RollBackRequest | pb.PinDrafterRequest, *, lasting: bool

@@ -103,7 +103,7 @@ class PolicyTrainerConfig(ServiceConfig):
     """Where the ranks compute; auto takes CUDA where each of them has a GPU of its own."""
     ranks: int = Field(default=0, ge=0)
     """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs as many as there
-    are of slots and GPUs.
+    are of slots and GPUs. `paceline set-ranks` changes it while a run goes on.
     """
     hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Ranks on each host, the trainer's own first; empty: all on that. The others run

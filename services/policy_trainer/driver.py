@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from paceline.errors import DeadlineExceeded
+from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
 from paceline.ranks.hosts import RankHosts
 from paceline.ranks.messages import Save, Saved
 from paceline.ranks.spread import SpreadRanks
 from paceline.ranks.watched import WatchedRanks
+from paceline.services.policy_trainer.chosen_ranks import read_ranks, write_ranks
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.hosts import group_on, ranks_by_host, same_on_hosts
 from paceline.services.policy_trainer.messages import (
@@ -24,6 +27,7 @@ from paceline.services.policy_trainer.messages import (
     News,
     Progress,
     Pushed,
+    Resharded,
     Started,
     Stepped,
     Train,
@@ -37,18 +41,23 @@ class PolicyDriver:
     """Runs one command at a time. `watched.supervise` must be running."""
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
-        """Raises ConfigError for hosts of ranks that cannot be."""
+        """Raises ConfigError for hosts of ranks that cannot be, DataLoss for a damaged file of the
+        ranks that were chosen.
+        """
         self._config = config
         sizes = ranks_by_host(config)
-        self.world_size = sum(sizes)
-        """Ranks, each on a slot of its own."""
         self.hosts = RankHosts(len(sizes) - 1, "policy_trainer", same_on_hosts(config))
         """Those beside this one, which may join."""
         self.progress = Progress()
-        own = group_on(config, 0)
+        self._set = sum(sizes)  # ranks by the settings
+        self._device = ""  # where they compute, once they have said so
+        self._elsewhere = sum(sizes[1:])
+        self._own = group_on(config, 0)
+        if not self.hosts.ranks:
+            self._resize(read_ranks(config.checkpoints_dir, self._set))
         folder = Path(config.run.dir) / "policy" / "ranks"
         self.watched = WatchedRanks[Message](
-            SpreadRanks([own, *self.hosts.ranks], folder) if self.hosts.ranks else own,
+            SpreadRanks([self._own, *self.hosts.ranks], folder) if self.hosts.ranks else self._own,
             MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
@@ -56,6 +65,11 @@ class PolicyDriver:
             on_message=self._take,
         )
         self._turn = asyncio.Lock()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks, each on a slot of its own."""
+        return self._own.size + self._elsewhere
 
     @property
     def busy(self) -> bool:
@@ -68,21 +82,65 @@ class PolicyDriver:
             async with asyncio.timeout(deadline_s), self._turn:
                 pass
 
-    async def run(self, command: Command, deadline_s: float) -> AsyncIterator[News]:
-        """Sends a command and yields its news up to the last.
+    async def run(self, command: Command, deadline_s: float, ranks: int = 0) -> AsyncIterator[News]:
+        """Sends a command and yields its news up to the last. `ranks`: that are to carry it out and
+        what follows, which is told first; 0: those that there are.
 
         Raises what WatchedRanks.run raises; ranks that stay silent are killed, because nobody knows
         where they are.
         """
-        last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
-            try:
-                async for news in self.watched.run(command, last, deadline_s):
-                    yield news
-            except DeadlineExceeded:
-                self.watched.kill()
-                raise
+            if ranks:
+                yield await self._reshard(ranks, deadline_s)
+            async for news in self._told(command, deadline_s):
+                yield news
+
+    async def _told(self, command: Command, deadline_s: float) -> AsyncGenerator[News]:
+        last = {Train: Pushed, Save: Saved, Keep: Kept}[type(command)]
+        try:
+            async for news in self.watched.run(command, last, deadline_s):
+                yield news
+        except DeadlineExceeded:
+            self.watched.kill()
+            raise
+
+    async def _reshard(self, ranks: int, deadline_s: float) -> Resharded:
+        """Has so many ranks take up what those before have written; these again where that
+        fails.
+        """
+        began, failure = time.monotonic(), ""
+        try:
+            if ranks != self.world_size:
+                await self._start_anew(ranks, deadline_s)
+            write_ranks(self._config.checkpoints_dir, ranks, self._set)
+        except PacelineError as error:
+            failure = str(error).partition("\n")[0]
+            _log.error("ranks_not_changed", wanted=ranks, error=str(error))
+            await self.watched.wait_ready(self._config.start_deadline_s)
+        return Resharded(self.world_size, time.monotonic() - began, failure)
+
+    async def _start_anew(self, ranks: int, deadline_s: float) -> None:
+        if self.hosts.ranks:
+            raise FailedPrecondition(
+                "ranks on several hosts stay as many as they are",
+                seen=f"policy_trainer.hosts={list(self._config.hosts)}",
+                allowed="the ranks of one host",
+            )
+        # What a checkpoint has is resharded bit for bit; a replay by other ranks has other bits.
+        if self.progress.policy_version > self.progress.checkpoint_version:
+            async for _ in self._told(Save(), deadline_s):
+                pass
+        before = self.world_size
+        await self.watched.change(partial(self._resize, ranks), partial(self._resize, before))
+
+    def _resize(self, ranks: int) -> None:
+        """The next start is of so many, on the kind of device that they have now: GPUs that are
+        too few for more ranks are not left for the CPU.
+        """
+        held = {"device": self._device} if self._device else {}
+        config = self._config.model_copy(update={"ranks": ranks, "hosts": (), **held})
+        self._own.resize(ranks, config)
 
     async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint and waits for it."""
@@ -103,7 +161,9 @@ class PolicyDriver:
 
     def _take(self, news: Message) -> None:
         match news:
-            case Started() | Stepped():
+            case Started():
+                self.progress, self._device = news.progress, news.device
+            case Stepped():
                 self.progress = news.progress
             case Saved():
                 self.progress = dataclasses.replace(self.progress, checkpoint_version=news.version)

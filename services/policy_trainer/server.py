@@ -24,6 +24,7 @@ from paceline.services.policy_trainer.messages import (
     News,
     Progress,
     Pushed,
+    Resharded,
     Sender,
     Stepped,
     Train,
@@ -52,10 +53,10 @@ class PolicyServicer(PolicyServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any
     ) -> AsyncIterator[pb.TrainStepResponse]:
-        """BatchReady, PolicyStepped, PolicyPrepared. Raises FailedPrecondition for fewer slots than
-        ranks compute.
+        """Resharded where ranks are named, BatchReady, PolicyStepped, PolicyPrepared. Raises
+        FailedPrecondition for fewer slots than ranks compute.
         """
-        slots, ranks = len(request.slots), self._ranks.world_size
+        slots, ranks = len(request.slots), request.ranks or self._ranks.world_size
         if slots and slots < ranks:
             raise FailedPrecondition(
                 "the policy's ranks compute on leased slots, one each; set policy_trainer.ranks",
@@ -70,7 +71,7 @@ class PolicyServicer(PolicyServiceServicer):
             group_deadline_s=request.group_deadline_s,
         )
         deadline_s = request.group_deadline_s + self._config.step_deadline_s
-        async for news in self._ranks.run(command, deadline_s):
+        async for news in self._ranks.run(command, deadline_s, request.ranks):
             yield _response(news)
 
     async def SavePolicyCheckpoint(
@@ -163,6 +164,9 @@ async def _save_final(ranks: PolicyDriver) -> None:
 
 def _response(news: News) -> pb.TrainStepResponse:
     match news:
+        case Resharded():
+            resharded = pb.Resharded(**shared_fields(news, pb.Resharded))
+            return pb.TrainStepResponse(resharded=resharded)
         case Batched(batch=batch):
             ready = pb.BatchReady(**shared_fields(batch, pb.BatchReady))
             return pb.TrainStepResponse(batch=ready)

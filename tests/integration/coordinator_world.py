@@ -83,6 +83,9 @@ class Script:
     hold_policy_step: int | None = None  # the first training of this step never ends
     policy_failures: int = 0
     policy_ranks_lost: int = 0
+    ranks: int = 2  # of the policy
+    most_ranks: int = 8  # that come up
+    ranks_by_step: dict[int, list[int]] = field(default_factory=dict)  # at each training
     workers_lost: int = 0
     drafts: bool = True  # the engine has the probe's arm
     commits_failed: int = 0
@@ -362,6 +365,16 @@ class Policy(PolicyServiceServicer):
             self.script.hold_policy_step = None
             self.script.holding.set()
             await asyncio.sleep(WAIT_S)
+        if request.ranks:
+            before, failure = self.script.ranks, ""
+            if request.ranks > self.script.most_ranks:
+                failure = f"rank {before} ended with exit status 1: no GPU"
+            else:
+                self.script.ranks = request.ranks
+            yield policy_pb2.TrainStepResponse(
+                resharded=policy_pb2.Resharded(ranks=self.script.ranks, failure=failure)
+            )
+        self.script.ranks_by_step.setdefault(step, []).append(self.script.ranks)
         if self.script.policy_failures:
             self.script.policy_failures -= 1
             raise InternalError("the loss is not finite", seen="nan")

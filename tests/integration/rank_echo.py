@@ -32,7 +32,8 @@ def speak_early(link: RankLink, spoken: Path) -> None:
 
 def main() -> None:
     link = RankLink.from_environment()
-    if os.environ.get("RANK_ECHO") == "dies":
+    too_many = int(os.environ["WORLD_SIZE"]) > int(os.environ.get("RANK_ECHO_MOST", "9"))
+    if os.environ.get("RANK_ECHO") == "dies" or too_many:
         raise SystemExit("no device for this rank")
     if spoken := os.environ.get("RANK_ECHO_EARLY"):
         speak_early(link, Path(spoken))

@@ -85,3 +85,21 @@ def test_a_gateway_that_is_killed_comes_back_with_the_workers_it_had_and_gives_o
     assert process.returncode == 0, output
     assert "gateway restarted" in output
     trained_once(tmp_path)
+
+
+def test_a_run_that_goes_over_to_one_rank_and_back_trains_every_sample_once(
+    tmp_path: Path,
+) -> None:
+    process = demo(tmp_path, "--steps", "500", *SMALL, *ELASTIC, "policy_trainer.ranks=2")
+    run = tmp_path / "demo-0-1"
+    wait_for(process, "step 1/500")
+    assert "the policy has 1 rank" in paceline(run, "set-ranks", "1")
+    assert "the policy has 2 ranks" in paceline(run, "set-ranks", "2")
+    with pytest.raises(AssertionError, match="seen: 3 ranks; allowed: 1 to 2"):
+        paceline(run, "set-ranks", "3")
+    paceline(run, "stop")
+    output, _ = process.communicate(timeout=patient(400))
+    assert process.returncode == 0, output
+    trained_once(tmp_path)
+    log = (run / "logs" / "policy_trainer.log").read_text()
+    assert log.count("ranks_ready") == 3

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -17,14 +17,15 @@ import pytest
 from listening import beyond_loopback, open_doors
 from standstill import standstill
 
-from paceline.errors import DeadlineExceeded
+from paceline.config import Config
+from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Doing
 from paceline.ranks.watched import WatchedRanks
-from paceline.services.policy_trainer.messages import MESSAGES, Progress, Started
+from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Started
 
 BEAT_S = LIMIT_S / 6
 IMPORTS = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -51,6 +52,22 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
     assert answers == {0: b"x" * 2_000_000, 1: b"x" * 2_000_000}
 
 
+STANDS = MESSAGES.encode(Started(Progress())).decode()
+
+
+def watching(group: RankGroup) -> WatchedRanks[Message]:
+    async def started() -> None: ...
+
+    return WatchedRanks(
+        group,
+        MESSAGES,
+        service="policy_trainer",
+        start_deadline_s=patient(20.0),
+        on_start=started,
+        on_message=lambda message: None,
+    )
+
+
 async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     tmp_path: Path,
 ) -> None:
@@ -74,6 +91,58 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
     await watched.wait_ready(patient(20.0))
     assert order == [stand, "start"]
     watching.cancel()
+    await watched.stop(2.0)
+
+
+async def test_a_group_changes_between_two_commands_and_is_as_it_was_where_that_fails(
+    tmp_path: Path,
+) -> None:
+    group, config = _group(tmp_path, 1, RANK_ECHO_NEWS=STANDS, RANK_ECHO_MOST="2"), Config()
+    watched, sizes = watching(group), list[int]()
+    supervising = asyncio.create_task(watched.supervise())
+
+    def resized(size: int) -> Callable[[], None]:
+        def resize() -> None:
+            sizes.append(size)
+            group.resize(size, config)
+
+        return resize
+
+    await watched.wait_ready(patient(20.0))
+    first = watched.pids
+    with pytest.raises(FailedPrecondition, match="1 run here, of 1 in all"):
+        group.resize(2, config)
+    await watched.change(resized(2), resized(1))
+    assert watched.ready
+    assert len(watched.pids) == 2
+    assert not {*first} & {*watched.pids}
+    with pytest.raises(RankLost, match="no device for this rank"):
+        await watched.change(resized(3), resized(2))
+    await watched.wait_ready(patient(20.0))
+    assert (len(watched.pids), sizes) == (2, [2, 3, 2])
+    supervising.cancel()
+    await watched.stop(2.0)
+
+
+async def test_a_change_that_nobody_waits_for_any_more_is_made_and_its_end_is_answered(
+    tmp_path: Path,
+) -> None:
+    group = _group(tmp_path, 1, RANK_ECHO_NEWS=STANDS)
+    watched, made = watching(group), asyncio.Event()
+    supervising = asyncio.create_task(watched.supervise())
+    await watched.wait_ready(patient(20.0))
+    changing = asyncio.create_task(watched.change(made.set, lambda: None))
+    await asyncio.wait_for(made.wait(), patient(20.0))
+    with pytest.raises(FailedPrecondition, match="being changed"):
+        await watched.change(made.clear, lambda: None)
+    changing.cancel()
+    await watched.wait_ready(patient(20.0))
+    made.clear()
+    changing = asyncio.create_task(watched.change(made.set, lambda: None))
+    await asyncio.wait_for(made.wait(), patient(20.0))
+    supervising.cancel()
+    with pytest.raises(Unavailable, match="not started any more"):
+        await changing
     await watched.stop(2.0)
 
 

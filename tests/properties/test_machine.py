@@ -30,6 +30,7 @@ UNNUMBERED = (
     events.Continued,
     events.WorkersRequested,
     events.DrainRequested,
+    events.RanksRequested,
     events.ServiceLost,
     events.ServiceBack,
     events.CallFailed,
@@ -54,6 +55,7 @@ def outline(state: State) -> State:
         lease=lease,
         joining=joining,
         leaving=leaving,
+        resharding=replace(state.resharding, epoch=0),
         rollouts=rollouts,
         learner=learner,
     )
@@ -294,6 +296,18 @@ class World(RuleBasedStateMachine):
             known = self.state.quarantined
             self.feed(events.PathsBeyondBound(self.tick(), command.epoch, (inexact, inexact)))
             assert self.state.quarantined == tuple(dict.fromkeys((*known, inexact)))
+        elif command.ranks and not self.stepped and self.state.resharding.ranks:
+            epoch, ranks = command.epoch, command.ranks
+            if self.state.resharding.epoch == epoch:
+                kept = events.RanksKept(self.tick(), epoch, 1, "no GPU")
+                comes = ranks % 2
+                self.feed(events.RanksChanged(self.tick(), epoch, ranks) if comes else kept)
+                assert (self.state.resharding.ranks, not self.state.resharding.failure) == (
+                    0,
+                    bool(comes),
+                )
+            self.stepped = True
+            self.feed(events.PolicyStepped(self.tick(), epoch, command.policy_version + 1))
         elif not self.stepped:
             self.stepped = True
             self.feed(events.PolicyStepped(self.tick(), command.epoch, command.policy_version + 1))
@@ -382,6 +396,15 @@ class World(RuleBasedStateMachine):
         else:
             self.feed(events.WorkersRequested(self.tick(), (worker,)))
         assert staying(self.state)
+
+    @precondition(lambda self: self.state.phase in LIVE)
+    @rule(ranks=st.integers(0, 9))
+    def an_operator_wants_other_ranks(self, ranks: int) -> None:
+        before = self.state.resharding
+        self.feed(events.RanksRequested(self.tick(), ranks))
+        taken = self.state.resharding != before
+        slots = len(self.state.settings.policy_slots)
+        assert not taken or (not before.ranks and 1 <= ranks <= slots)
 
     @precondition(lambda self: "AddWorkers" in self.calls)
     @rule(starts=st.booleans())

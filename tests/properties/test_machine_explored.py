@@ -134,6 +134,16 @@ STAFFED = {
     ),
 }
 """As SETTINGS, of runs whose workers join and leave."""
+RESHARDED = {
+    "sync": (replace(THREE, workers=2), 0),
+    "sync, no drafter, one fault": (
+        replace(THREE, workers=2, total_steps=2, drafter_enabled=False),
+        1,
+    ),
+    "one_step_off, disaggregated": (replace(APART, **ONE_OFF, workers=1), 0),
+    "fully_async, colocated": (replace(THREE, **ASYNC, workers=1, drafter_enabled=False), 0),
+}
+"""As SETTINGS, of runs whose policy gets another number of ranks."""
 FEWEST_STATES = 30_000
 ANSWERED = (
     *(commands.RunTasks, commands.TrainPolicy, commands.Evaluate, commands.SaveCheckpoints),
@@ -320,7 +330,9 @@ def leads_on(explored: Explored) -> None:
 
 def words_are_followed(explored: Explored) -> None:
     """From every world in which a step is to begin, those who are to join or to leave can do so."""
-    done = explored.lead_to(lambda state: not (state.joining.workers or state.leaving.workers))
+    done = explored.lead_to(
+        lambda state: not (state.joining.workers or state.leaving.workers or state.resharding.ranks)
+    )
     for number, world in enumerate(explored.worlds):
         left = world.state.rollouts.begun < world.state.settings.total_steps
         assert number in done or not left or world.state.phase not in LIVE
@@ -350,6 +362,12 @@ def test_nor_does_an_operator_who_adds_and_drains_workers_at_any_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert explored_states(STAFFED, capsys, staffs=2) >= FEWEST_STATES / 10
+
+
+def test_nor_does_an_operator_who_changes_the_ranks_at_any_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert explored_states(RESHARDED, capsys, staffs=2) >= FEWEST_STATES / 10
 
 
 def explored_states(

@@ -125,6 +125,18 @@ def drain_workers(
     run_to_exit(drain(_coordinator(address, config), workers, within, Console()))
 
 
+def set_ranks(
+    ranks: Annotated[int, typer.Argument(min=1, help="how many, at most the policy's slots")],
+    run: Run = None,
+    address: CoordinatorAddress = None,
+    config: ConfigFiles = None,
+) -> None:
+    """Train a run's policy on so many ranks from its next step on, and wait for them."""
+    from paceline.cli.ranks import set_ranks as train_on
+
+    run_to_exit(train_on(_coordinator(address, config, run), ranks, Console()))
+
+
 def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
     from paceline.cli.choice import choose_drafter
 
@@ -149,5 +161,5 @@ def _coordinator(
 
 COMMANDS = (
     *(status, stop, pause, resume, rollback, pin, unpin, use_profile),
-    *(add_workers, drain_workers),
+    *(add_workers, drain_workers, set_ranks),
 )

@@ -60,7 +60,7 @@ class HostShare:
 
 
 class RankGroup:
-    """Parent side of the ranks of one trainer, or of those on this host; made once per
+    """Parent side of the ranks of one trainer, or of those on this host; a start is of one
     membership.
     """
 
@@ -100,6 +100,27 @@ class RankGroup:
         self._context: zmq.asyncio.Context | None = None
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
+
+    def resize(self, world_size: int, config: Config) -> None:
+        """The next start is of so many ranks, which read this.
+
+        Raises FailedPrecondition while ranks run, and for those of one host among several.
+        """
+        alone = self._share.world_size == len(self._ranks)
+        if self._processes or not alone:
+            raise FailedPrecondition(
+                f"the ranks of {self._name} stay as many as they are",
+                seen=f"{len(self._processes)} run here, of {self._share.world_size} in all",
+                allowed="all ranks on this host, none of which runs",
+            )
+        self._share = HostShare(0, world_size, LOOPBACK)
+        self._ranks = range(world_size)
+        self._environment[CONFIG_VARIABLE] = config.model_dump_json()
+
+    @property
+    def size(self) -> int:
+        """Ranks on this host, those of the next start where none runs."""
+        return len(self._ranks)
 
     @property
     def pids(self) -> list[int]:

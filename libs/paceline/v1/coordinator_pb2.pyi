@@ -61,7 +61,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "workers", "joining", "leaving")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "workers", "joining", "leaving", "ranks_wanted", "ranks", "ranks_failure")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,9 @@ class GetSnapshotResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    RANKS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FAILURE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
@@ -90,7 +93,10 @@ class GetSnapshotResponse(_message.Message):
     workers: _containers.RepeatedScalarFieldContainer[int]
     joining: _containers.RepeatedScalarFieldContainer[int]
     leaving: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., workers: _Optional[_Iterable[int]] = ..., joining: _Optional[_Iterable[int]] = ..., leaving: _Optional[_Iterable[int]] = ...) -> None: ...
+    ranks_wanted: int
+    ranks: int
+    ranks_failure: str
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., workers: _Optional[_Iterable[int]] = ..., joining: _Optional[_Iterable[int]] = ..., leaving: _Optional[_Iterable[int]] = ..., ranks_wanted: _Optional[int] = ..., ranks: _Optional[int] = ..., ranks_failure: _Optional[str] = ...) -> None: ...
 
 class DrafterChoice(_message.Message):
     __slots__ = ("serving", "previous", "promoted", "chosen", "pinned")
@@ -359,6 +365,18 @@ class RequestDrainResponse(_message.Message):
     STAYING_FIELD_NUMBER: _ClassVar[int]
     staying: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, staying: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RequestRanksRequest(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    def __init__(self, ranks: _Optional[int] = ...) -> None: ...
+
+class RequestRanksResponse(_message.Message):
+    __slots__ = ("from_step",)
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    from_step: int
+    def __init__(self, from_step: _Optional[int] = ...) -> None: ...
 
 class Facts(_message.Message):
     __slots__ = ("facts",)

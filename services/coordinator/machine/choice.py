@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.decision import Decision, Objection, refused
+from paceline.services.coordinator.machine.ranks import against_ranks
 from paceline.services.coordinator.machine.staff import against_joining, against_leaving
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
@@ -23,6 +24,7 @@ Choice = (
     | events.ProfileChosen
     | events.WorkersRequested
     | events.DrainRequested
+    | events.RanksRequested
 )
 
 
@@ -39,6 +41,8 @@ def objection(state: State, event: Choice) -> Objection | None:
             return against_joining(state, event)
         case events.DrainRequested():
             return against_leaving(state, event)
+        case events.RanksRequested():
+            return against_ranks(state, event)
     return None
 
 

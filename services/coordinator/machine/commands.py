@@ -96,11 +96,14 @@ class PreemptDrafter(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class TrainPolicy(StepCommand):
-    """One optimiser step; answered by PolicyStepped and PolicyPrepared."""
+    """One optimiser step; answered by PolicyStepped and PolicyPrepared, before them by RanksChanged
+    or RanksKept where it names ranks.
+    """
 
     slots: tuple[int, ...]
     policy_version: int
     batch: tuple[Portion, ...]
+    ranks: int = 0  # that are to train it; 0: those that there are
 
 
 @dataclass(frozen=True, slots=True)

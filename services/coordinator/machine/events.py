@@ -331,6 +331,29 @@ class WorkersLeft(CallAnswer):
 
 
 @dataclass(frozen=True, slots=True)
+class RanksRequested(Event):
+    """An operator wants the policy trained on so many ranks from the next step on."""
+
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RanksChanged(CallAnswer):
+    """So many ranks have taken up the policy's state, and train the step that has begun."""
+
+    ranks: int
+    details: Details = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksKept(CallAnswer):
+    """The number of ranks that was wanted did not come up: those of before train the step."""
+
+    ranks: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceLost(Event):
     """A call failed because its peer is not there."""
 

@@ -52,6 +52,12 @@ def learner_call(state: State, event: events.CallAnswer) -> Mark:
     return Mark("epoch", event.epoch, state.learner.epoch, over)
 
 
+def resharding(state: State, event: events.RanksChanged | events.RanksKept) -> Mark:
+    """As `learner_call` has it, and when the change has been answered or was asked for since."""
+    mark, wanted = learner_call(state, event), state.resharding
+    return mark._replace(over=mark.over or not wanted.ranks or wanted.epoch != mark.current)
+
+
 def rollout_call(state: State, event: events.CallAnswer) -> Mark:
     """As `call` has it, of the call that rolls a step out."""
     over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest

@@ -28,9 +28,11 @@ def train(state: State) -> Decision:
     slots = tuple(state.settings.policy_slots)
     state = lease_slots(state, slots, Holder.POLICY)
     state = with_learner(state, epoch=state.epoch)
-    state = replace(state, committing=None, prepared=None)
+    resharding = replace(state.resharding, epoch=state.epoch if state.resharding.ranks else 0)
+    state = replace(state, committing=None, prepared=None, resharding=resharding)
     batch, version = state.learner.batch, state.versions.policy
-    return Decision(state, (TrainPolicy(state.step, state.epoch, slots, version, batch),))
+    command = TrainPolicy(state.step, state.epoch, slots, version, batch, resharding.ranks)
+    return Decision(state, (command,))
 
 
 def stepped(state: State, event: PolicyStepped) -> Decision:

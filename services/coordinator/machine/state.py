@@ -93,6 +93,18 @@ class Staffing:
 
 
 @dataclass(frozen=True, slots=True)
+class Resharding:
+    """Another number of ranks that an operator wants the policy to have, and how the last such wish
+    ended.
+    """
+
+    ranks: int = 0  # wanted; 0: no change is under way
+    epoch: int = 0  # of the newest call that carries them; 0: none yet
+    had: int = 0  # ranks after the last change, made or not; 0: there was none
+    failure: str = ""  # why that was not made
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnStep:
     """The tasks of a step, from StepBegan until all their groups are trained."""
 
@@ -179,6 +191,7 @@ class State:
     drafter_rests_until: int = 0  # a step; its training was frozen
     joining: Staffing = Staffing()
     leaving: Staffing = Staffing()
+    resharding: Resharding = Resharding()
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()
     quarantined: tuple[str, ...] = ()  # paths that the audit found inexact, as they were found
