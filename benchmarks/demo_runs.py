@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 import statistics
 import subprocess
@@ -58,6 +59,17 @@ class DemoRun:
         first = len(self.steps) - len(self.last_third)
         values = [value for number, value in self.probes if number >= first]
         return statistics.fmean(values) if values else None
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of a row in its rollouts of the last third, rounds without a draft included, which give
+        one token each. Unlike a probe's prompts, these come once.
+        """
+        tokens = sum(int(step["response_tokens"]) for step in self.last_third)
+        drafted = [int(step.get("drafted_rounds", 0)) for step in self.last_third]
+        lengths = [float(step.get("accept_length", 0.0)) for step in self.last_third]
+        of_drafted = sum(map(operator.mul, drafted, lengths))
+        return tokens / (sum(drafted) + tokens - of_drafted)
 
     @property
     def probes(self) -> list[tuple[int, float]]:

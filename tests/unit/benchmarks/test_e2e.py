@@ -29,6 +29,8 @@ def steps(
             "step_s": 1 + 1000 / rate,
             "tokens_hash": f"{'f' if flipped else 'a'}{i}",
             "reward_mean": 0.5 + 0.01 * i + (0.1 if flipped else 0.0),
+            "drafted_rounds": "500",
+            "accept_length": 3.0,
         }
         if probe is not None and i % 10 == 9:
             step["evaluations"] = {"accept_length_probe": probe + 0.1 * (i // 10)}
@@ -83,7 +85,9 @@ def test_goals_are_medians_over_seeds() -> None:
     found = goals()
     assert found["rise in held-out accuracy"] == (pytest.approx(0.35), True)
     assert found["acceptance length, last third of the steps"] == (pytest.approx(3.2), False)
-    assert found["minus acceptance length of n-grams"] == (pytest.approx(-2.4), True)
+    # 500 rounds of 3 tokens and 500 of one
+    ngrams = "minus tokens a round of n-grams, last third of the steps"
+    assert found[ngrams] == (pytest.approx(-2.0), True)
     assert found["fall of the frozen drafter's acceptance"] == (pytest.approx(0.1), False)
     assert found["step time not spent waiting for the drafter"] == (pytest.approx(0.99), True)
 
