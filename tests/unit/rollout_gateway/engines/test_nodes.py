@@ -24,6 +24,7 @@ from paceline.services.rollout_gateway.engines.embedded.budget import (
     Budget,
     Calibration,
     ForwardCost,
+    row_drafts,
 )
 from paceline.services.rollout_gateway.engines.embedded.nodes import (
     Nodes,
@@ -265,7 +266,7 @@ def test_drafts_that_seemed_worthless_are_tried_again_and_a_new_drafter_at_once(
     budget = measured({1: 0.011, 100: 0.110})
     drafts = Drafts(torch.tensor([[5, 6]]), torch.tensor([[0.9, 0.9 * 0.9]]))
     for _ in range(300):
-        budget.learn("eagle", drafts, [{0}])
+        budget.learn("eagle", zip(row_drafts(drafts), [{0}], strict=True))
     kept = [
         budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.shape[1] for _ in range(2 * PROBE_EVERY)
     ]
@@ -307,7 +308,8 @@ def test_only_drafts_whose_parents_were_drawn_teach() -> None:
         torch.tensor([[0, 1, 0]]),
     )
     for _ in range(200):
-        budget.learn("eagle", drafts, [{0, 3}])  # the root, then its second child
+        # the root, then its second child
+        budget.learn("eagle", zip(row_drafts(drafts), [{0, 3}], strict=True))
     # Node 0 never, node 2 always drawn; node 1 hangs under node 0, so that nothing is known of it.
     assert [budget._calibrations["eagle"].chance(share) < 0.05 for share in (0.85, 0.45)] == [
         True,
