@@ -249,8 +249,13 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
     urls = resolved(config).redis
     url = urls.durable_url if role == "durable" else urls.features_url
 
+    # The features' may be the durable one, which is just being started.
+    ours = server is not None or (
+        url == urls.durable_url and launcher(config, "durable") is not None
+    )
+
     async def healthy(deadline_s: float) -> str:
-        if server is not None:
+        if ours:
             await wait_redis(url, deadline_s)  # it may have to load its data
             return ""
         await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # it is there or it is not
