@@ -27,7 +27,7 @@ async def test_features_in_the_durable_redis_wait_for_it_as_long_as_it_starts(
     config = ServiceConfig.model_validate(
         {"run": {"dir": str(tmp_path)}, "redis": {"durable_url": durable}}
     )
-    launch = supervisor._redis_launch(service("redis_features"), config, ())
+    launch = supervisor.launch_of(service("redis_features"), config, ())
     assert launch.healthy is not None
     await launch.healthy(60.0)
     assert waited == [waits_s]
