@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from paceline.config import SecurityConfig
 from paceline.errors import (
@@ -22,8 +23,8 @@ from paceline.rpc.channel import channel, wait_ready
 from paceline.rpc.status import rpc_errors
 
 _FIRST_WORD_S = 10.0
-News = TypeVar("News")
-Order = TypeVar("Order")
+News = TypeVar("News", bound=Message)
+Order = TypeVar("Order", bound=Message)
 
 
 class HostStream(Generic[News, Order]):
@@ -89,9 +90,12 @@ class JoinedHost(Generic[News, Order]):
         self._method = method
         self._what = what
         self._news: asyncio.Queue[News] = asyncio.Queue()
+        self.waiting_bytes = 0
+        """Of what has been said and is not on its way yet."""
 
     def say(self, news: News) -> None:
         """Tells the service, after what was said before."""
+        self.waiting_bytes += news.ByteSize()
         self._news.put_nowait(news)
 
     async def hold(
@@ -108,7 +112,7 @@ class JoinedHost(Generic[News, Order]):
         """
         async with channel(address, security) as peer:
             await wait_ready(peer, connect_s)
-            self._news = asyncio.Queue()
+            self._news, self.waiting_bytes = asyncio.Queue(), 0
             self.say(joined)
             call = self._method(peer)
             try:
@@ -138,4 +142,6 @@ class JoinedHost(Generic[News, Order]):
     async def _write(self, call: Any) -> None:
         with rpc_errors():
             while True:
-                await call.write(await self._news.get())
+                news = await self._news.get()
+                await call.write(news)
+                self.waiting_bytes -= news.ByteSize()

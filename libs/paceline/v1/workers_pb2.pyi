@@ -62,14 +62,16 @@ class WorkerEnded(_message.Message):
     def __init__(self, life: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class HoldWorkersResponse(_message.Message):
-    __slots__ = ("start", "command", "kill")
+    __slots__ = ("start", "command", "kill", "expect_end")
     START_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_END_FIELD_NUMBER: _ClassVar[int]
     start: StartWorker
     command: WorkerPart
     kill: KillWorker
-    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., command: _Optional[_Union[WorkerPart, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ...) -> None: ...
+    expect_end: ExpectWorkerEnd
+    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., command: _Optional[_Union[WorkerPart, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., expect_end: _Optional[_Union[ExpectWorkerEnd, _Mapping]] = ...) -> None: ...
 
 class StartWorker(_message.Message):
     __slots__ = ("life", "worker_index", "deadline_s")
@@ -82,6 +84,12 @@ class StartWorker(_message.Message):
     def __init__(self, life: _Optional[int] = ..., worker_index: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class KillWorker(_message.Message):
+    __slots__ = ("life",)
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    life: int
+    def __init__(self, life: _Optional[int] = ...) -> None: ...
+
+class ExpectWorkerEnd(_message.Message):
     __slots__ = ("life",)
     LIFE_FIELD_NUMBER: _ClassVar[int]
     life: int

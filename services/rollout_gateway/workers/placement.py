@@ -32,6 +32,8 @@ class Seat:
     index: int
     process: WorkerProcess | None = None  # None while it starts
     first: int = 0  # number of this gateway's first worker among all of the run
+    host: int = 0  # that its worker is on; 0: the gateway's own
+    away: bool = False  # its worker is lost with its host: what is for it alone goes to others
     vacant: bool = False  # no worker belongs here, or none for much longer: gets no requests
     released: bool = False  # lent out, or about to be: gets no requests
     spare: bool = False  # released since nothing ran there; no trainer has asked for it yet
