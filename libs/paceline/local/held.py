@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, InvalidInput, PacelineError
@@ -21,12 +21,6 @@ CONNECT_S = 10.0
 _AGAIN_S = 1.0
 _log = get_logger(__name__)
 C = TypeVar("C", bound=ServiceConfig)
-
-
-class ServePart(Protocol[C]):
-    """Holds the part of one host until `stop` is set."""
-
-    def __call__(self, config: C, stop: asyncio.Event, *, host: int) -> Awaitable[None]: ...
 
 
 async def hold_until(
@@ -75,10 +69,15 @@ def check_number(host: int, hosts: tuple[int, ...], setting: str, owner: str, wh
 
 
 def run_held(
-    module: str, name: str, config_class: type[C], section: str, serve: ServePart[C]
+    module: str,
+    name: str,
+    config_class: type[C],
+    section: str,
+    serve: Callable[..., Awaitable[None]],
 ) -> None:
     """Runs `python -m <module> --host N` as the part `name` of the service with that section; the
-    service's settings follow. Leaves the process.
+    service's settings follow. `serve`: gets its settings, an event that stops it, and `host`.
+    Leaves the process.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     parser.add_argument("--host", type=int, required=True, help="its place among the hosts")

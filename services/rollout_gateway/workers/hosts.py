@@ -58,7 +58,8 @@ class HostWorkers:
                 reason="HOST_JOINED",
                 seen=f"host {self.host}",
             )
-        self._stream, self._lives = stream, lives = _Stream(), {}
+        self._stream = stream = _Stream()
+        self._lives = lives = dict[int, HostedWorker]()
         background(self._hear(stream, lives), f"host {self.host} of workers")
         self._joined.set()
         try:
