@@ -86,6 +86,30 @@ def test_ranks_of_the_policy_are_on_as_many_nodes_as_its_hosts_and_start_again_w
     assert left_over(tmp_path) == []
 
 
+def test_engine_workers_are_on_as_many_nodes_as_their_hosts_and_the_run_goes_on_without_one(
+    tmp_path: Path,
+) -> None:
+    """A lost node of workers costs its workers: nothing is started again."""
+    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
+    two_hosts = ("gateway.engine.workers=0", "gateway.engine.hosts=[1,1]")
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
+        process = run_with_redis(tmp_path, f"{HEAD}:{port}", *two_hosts)
+        lines = wait_for(process, "step 1/")
+        trainer, gateway = (host_of(run, name) for name in ("policy_trainer", "gateway"))
+        (second,) = set(NODES) - {trainer, gateway}
+        assert nodes_of("engines.worker.process", port) == {gateway, second}
+        nodes[second].kill()
+        output, _ = process.communicate(timeout=patient(400))
+        assert process.returncode == 0, "".join(lines) + output
+        assert "worker_host_1 is lost" in output
+        assert "taken up again" not in output
+        assert host_of(run, "gateway") == gateway
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
+    assert summary["trajectories_lost"] == 0
+    assert left_over(tmp_path) == []
+
+
 def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     with ray_nodes({HEAD: 1, NODES[0]: 1}, port):
@@ -157,13 +181,18 @@ def node_of(actor: int) -> str:
 
 def nodes_of_ranks(port: int) -> set[str]:
     """Hosts of the policy's ranks in the cluster whose head listens there."""
-    ranks = [
+    return nodes_of(".policy_trainer.rank", port)
+
+
+def nodes_of(module: str, port: int) -> set[str]:
+    """Hosts of the processes that run a module in the cluster whose head listens there."""
+    found = [
         one
         for one in psutil.process_iter(["cmdline"])
         # A fork's line is as long as its parent's, filled up with spaces.
-        if " ".join(one.info["cmdline"] or ()).strip().endswith(".policy_trainer.rank")
+        if " ".join(one.info["cmdline"] or ()).strip().endswith(module)
     ]
-    return {node_of(one.pid) for one in ranks if f"{HEAD}:{port}" in _above(one)}
+    return {node_of(one.pid) for one in found if f"{HEAD}:{port}" in _above(one)}
 
 
 def _above(process: psutil.Process) -> str:

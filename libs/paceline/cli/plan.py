@@ -66,17 +66,18 @@ def plan_run(
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
     slots, cores = gateway.worker_places * per_worker, usable_cores()
-    leased = coordinator.learner_slots or slots
-    count = leased if elsewhere and on_gpus else len(gpus)
+    here = gateway.places_here * per_worker  # of them, on the trainers' host
     named = policy.ranks or sum(policy.hosts)
+    leased = coordinator.learner_slots or (slots if named else here)
+    count = leased if elsewhere and on_gpus else len(gpus)
     ranks = memory_plan.policy_ranks(named, leased, cores=cores, gpus=count)
     if gpus:
-        here = policy.hosts[0] if policy.hosts else ranks
-        _check_enough("policy_trainer.ranks", policy.device, here, len(gpus))
-        _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
+        own = policy.hosts[0] if policy.hosts else ranks
+        _check_enough("policy_trainer.ranks", policy.device, own, len(gpus))
+        _check_enough("slots of the drafter", drafter.device, here, len(gpus))
         engine = gateway.engine
         if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
-            apart = slots + coordinator.learner_slots
+            apart = here + coordinator.learner_slots
             _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_profiles(gateway.engine, coordinator.profiles)
     _check_correction(gateway, policy, coordinator.profiles)
@@ -231,7 +232,7 @@ def _kept_states(gateway: Any, num_layers: int) -> int:
 
 def _engine(gateway: Any, model: Any, states: int, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
     """The plan of the engine's workers, and whether they compute on GPUs."""
-    engine, workers = gateway.engine, gateway.worker_places
+    engine, workers = gateway.engine, gateway.places_here
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
         memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)

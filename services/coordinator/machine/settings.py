@@ -53,6 +53,7 @@ class RunSettings:
     workers: int = 1  # places of them
     vacant: int = 0  # places that have none at the begin, a bit each
     elastic: bool = False  # workers may join and leave
+    elsewhere: int = 0  # places on other hosts than the gateway's, a bit each: never leased
     slots_per_worker: int = 1
     total_steps: int = 1
     training_interval_steps: int = 10

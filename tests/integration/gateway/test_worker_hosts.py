@@ -22,7 +22,7 @@ from certificates import authority
 from integration.gateway.commands import add, commit, drain, push, release, resume, workers
 from integration.gateway.conftest import Ends, ServeGateway
 from integration.gateway.http_agent import SLOW
-from integration.gateway.test_open_traffic import redis_keys, stream_of
+from integration.gateway.test_open_traffic import redis_keys
 from integration.gateway.test_partial_rollouts import SAMPLES, finished, rollout, until_tokens
 from integration.gateway.test_staff import sessions, shares
 
