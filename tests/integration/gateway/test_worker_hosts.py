@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import redis.asyncio
@@ -33,7 +34,7 @@ from paceline.local.ports import free_port
 from paceline.rpc import channel, rpc_errors, wait_ready
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.streams import RedisStream, decode_features, run_key
+from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
@@ -128,23 +129,25 @@ async def test_hidden_rows_of_a_worker_on_another_host_are_those_of_one_here(
 ) -> None:
     engine = {"kind": "embedded", "max_sequence_tokens": 128}
     keys = {**redis_keys(redis_url, run_id), "model": str(POLICY), "engine": engine}
-    keys |= {"drafter": "ngram", "features": {"dtype": "float32"}}
+    keys |= {"drafter": "eagle", "features": {"dtype": "float32"}}
     async with hosts.host(**keys), hosts.gateway(**keys) as served:
-        for step, worker in enumerate((0, 1)):
-            await finished(served, captured(served, step, worker))
-            assert shares(await finished(served, captured(served, step + 2, worker))) == {
-                worker: SAMPLES
-            }
-        batches = await features_of(redis_client, run_id, 4)
+        for worker in (0, 1):
+            request = served.tasks_request(step=worker, capture=True, forced_arm="off")
+            request.workers.append(worker)
+            assert shares(await finished(served, request)) == {worker: SAMPLES}
+        batches = await features_of(redis_client, run_id, 2 * SAMPLES)
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert status.feature_rows_dropped == 0
-    assert batches
+    here, there = ({prompt_rows(one) for one in batches if one.step == worker} for worker in (0, 1))
+    assert len(here) == 2  # of two tasks
+    assert here == there
 
 
-def captured(served: Any, step: int, worker: int) -> rpb.RunTasksRequest:
-    request: rpb.RunTasksRequest = served.tasks_request(step=step, capture=True, forced_arm="off")
-    request.workers.append(worker)
-    return request
+def prompt_rows(batch: FeatureBatch) -> tuple[bytes, bytes]:
+    """Tokens of the prompt and their states, which all samples of a task have alike."""
+    prompt = int(np.argmax(batch.mask)) if batch.mask.any() else batch.rows
+    width = len(bytes(batch.hidden.data)) // batch.rows
+    return batch.token_ids[:prompt].tobytes(), bytes(batch.hidden.data)[: prompt * width]
 
 
 async def features_of(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
