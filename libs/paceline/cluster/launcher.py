@@ -22,6 +22,7 @@ from paceline.cluster.order import FORKSERVER, ServiceOrder
 from paceline.cluster.pools import GPU, REWARD, Pool, check_room
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
+from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient
 from paceline.local.services import RANK_HOST, WORKER_HOST, service
@@ -239,7 +240,7 @@ class _ClusterRun:
             pool.name, asyncio.get_running_loop().create_future()
         )
         if not self._forkserver(pool) and not around.done():
-            around.set_result({})
+            around.set_result({FORKSERVER_VARIABLE: ""})  # whatever the node was started with
         return KeptService(launch, order, needs, self._placed, around, self._on_event, self._lost)
 
     def _visible(self, pool: Pool) -> dict[str, str]:
