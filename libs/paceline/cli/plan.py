@@ -81,7 +81,7 @@ def plan_run(
             _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_profiles(gateway.engine, coordinator.profiles)
     _check_correction(gateway, policy, coordinator.profiles)
-    lines = _memory(found, ranks, gpus)
+    lines = [*_memory(found, ranks, gpus), *_elsewhere(gateway.engine.hosts)]
     chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
     stays = gateway.engine.kind == "sglang" and gateway.engine.sglang.profile
@@ -89,6 +89,13 @@ def plan_run(
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     return Checked(lines, chosen, start_s, coordinator.steps)
+
+
+def _elsewhere(hosts: Sequence[int]) -> list[str]:
+    """What the memory above leaves out, since other machines have it."""
+    others = hosts[1:]
+    found = f"{sum(others)} on {len(others)} more"
+    return [f"engine workers: {hosts[0]} here, {found}, each as large as here"] if others else []
 
 
 def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
