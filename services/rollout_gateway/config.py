@@ -11,6 +11,7 @@ from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
 from paceline.services.rollout_gateway.bandits.base import BanditConfig
+from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedConfig
 from paceline.services.rollout_gateway.engines.settings import ModelSettings, Precision
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangConfig
@@ -373,26 +374,9 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def worker_places(self) -> int:
-        """Engine workers that there may be. Raises ConfigError for fewer than there are at first,
-        for others than there are places on hosts, and for places without a worker or on other hosts
-        where several processes share the workers.
-        """
-        hosts, first = self.engine.hosts, self.worker_count
-        most = self.engine.most_workers or sum(hosts) or first
-        if hosts and (most != sum(hosts) or first > most or self.replicas > 1):
-            raise ConfigError(
-                "gateway.engine.hosts",
-                seen=f"{list(hosts)}, workers={first}, most_workers={most}, "
-                f"gateway.replicas={self.replicas}",
-                allowed=f"at most {sum(hosts)} workers, most_workers 0 or {sum(hosts)}, 1 replica",
-            )
-        if most < first or (most > first and self.replicas > 1):
-            raise ConfigError(
-                "gateway.engine.most_workers",
-                seen=f"{most}, of {first} workers and {self.replicas} replicas",
-                allowed=f"0 or {first}" if self.replicas > 1 else f"0, or at least {first}",
-            )
-        return most
+        """Engine workers that there may be. Raises ConfigError as number_of_places."""
+        engine = self.engine
+        return number_of_places(self.worker_count, engine.most_workers, engine.hosts, self.replicas)
 
     @property
     def places_here(self) -> int:
