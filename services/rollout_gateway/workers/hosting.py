@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import SecurityConfig
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.rpc.hosts import JoinedHost
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
@@ -38,14 +38,14 @@ class HeldWorker:
 
     def begin(self, deadline_s: float, tasks: asyncio.TaskGroup) -> None:
         """Starts it in the group, and tells what becomes of it."""
-        self._worker.ended.add_done_callback(lambda ended: self.say_end(ended.result()))
+        self._worker.ended.add_done_callback(lambda ended: self._say_end(ended.result()))
         self._starting = tasks.create_task(self._start(deadline_s))
 
     async def _start(self, deadline_s: float) -> None:
         try:
             await self._worker.start(self._pass_on, deadline_s)
         except (PacelineError, OSError) as error:
-            self.say_end(f"does not start: {error}")
+            self._say_end(f"does not start: {error}")
             return
         started = pb.WorkerStarted(life=self._life, pid=self._worker.pid)
         self._gateway.say(pb.HoldWorkersRequest(started=started))
@@ -79,8 +79,7 @@ class HeldWorker:
         for part in parts(self._life, event.SerializeToString()):
             self._gateway.say(pb.HoldWorkersRequest(event=part))
 
-    def say_end(self, reason: str) -> None:
-        """It has ended so, or does not start."""
+    def _say_end(self, reason: str) -> None:
         ended = pb.WorkerEnded(life=self._life, reason=reason)
         self._gateway.say(pb.HoldWorkersRequest(ended=ended))
 
@@ -134,14 +133,17 @@ class WorkerHost:
             tasks.create_task(found.close())
 
     def _start(self, start: pb.StartWorker, tasks: asyncio.TaskGroup) -> None:
-        worker = self._local.make(start.worker_index, start.worker_index - self._first)
+        """What goes wrong ends no other worker here."""
+        try:
+            if not self._spool.is_dir():
+                raise ConfigError("its host does not have the gateway's spool", seen=self._spool)
+            worker = self._local.make(start.worker_index, start.worker_index - self._first)
+        except (PacelineError, OSError) as error:
+            ended = pb.WorkerEnded(life=start.life, reason=f"does not start: {error}")
+            self._gateway.say(pb.HoldWorkersRequest(ended=ended))
+            return
         held = self._held[start.life] = HeldWorker(start.life, worker, self._gateway)
-        if self._spool.is_dir():
-            held.begin(start.deadline_s, tasks)
-        else:
-            held.say_end(
-                f"does not start: its host does not have the gateway's spool {self._spool}"
-            )
+        held.begin(start.deadline_s, tasks)
 
     async def _end_all(self) -> None:
         held, self._held = list(self._held.values()), {}
