@@ -24,7 +24,7 @@ RING_ROWS = 16_384
 """Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
 tokens of every round.
 """
-_OF_A_HOST = frozenset({"redis", "security", "telemetry"})
+OF_A_HOST = frozenset({"redis", "security", "telemetry"})
 """Settings that hosts may have each for itself."""
 
 
@@ -74,4 +74,4 @@ def _require_spool(config: GatewayConfig) -> Path:
 
 
 def _same(config: GatewayConfig) -> dict[str, str]:
-    return same_on_hosts(config, _OF_A_HOST)
+    return same_on_hosts(config, OF_A_HOST)

@@ -31,9 +31,13 @@ from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, Unavailable
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.report.machine import same_on_hosts
 from paceline.rpc import channel, rpc_errors, wait_ready
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.replicas.serving import running
+from paceline.services.rollout_gateway.worker_hosts import OF_A_HOST, local_workers
+from paceline.services.rollout_gateway.workers.hosting import WorkerHost
 from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -237,6 +241,23 @@ async def test_who_calls_while_hosts_are_awaited_is_told_that_the_gateway_starts
         await gateway
 
 
+async def test_a_host_without_the_spool_says_so_instead_of_starting_a_worker(
+    hosts: Hosts, tmp_path: Path, script: dict[str, Any]
+) -> None:
+    (tmp_path / "script.json").write_text(json.dumps(script))
+    config = GatewayConfig.model_validate(hosts.settings())
+    same = same_on_hosts(config, OF_A_HOST)
+    held = WorkerHost(local_workers(config), 1, 1, tmp_path / "elsewhere", same)
+    address = config.addresses.gateway
+    holding = asyncio.create_task(held.hold(address, SecurityConfig(), patient(60)))
+    with pytest.raises(Unavailable, match=r"does not have the gateway's spool.*elsewhere"):
+        async with hosts.gateway():
+            pass
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    await held.close()
+
+
 async def test_hosts_join_by_mutual_tls_and_with_the_token(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,8 +266,6 @@ async def test_hosts_join_by_mutual_tls_and_with_the_token(
     given = {"security": own.model_dump(mode="json", exclude_unset=True)}
     others = {"security": foreign.model_dump(mode="json", exclude_unset=True)}
     config = GatewayConfig.model_validate(hosts.settings(**given))
-    from paceline.services.rollout_gateway.replicas.serving import running
-
     (tmp_path / "script.json").write_text("{}")
     async with hosts.host(**others) as refused, hosts.host(**given), running(config) as head:
         async with channel(f"127.0.0.1:{head.grpc_port}", own) as peer:
