@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.order import START_AGAIN, KeeperReport, ServiceOrder
-from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.errors import ConfigError, DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
 from paceline.local.patience import patient
 
@@ -68,9 +68,9 @@ class KeptService:
             try:
                 return await self._run()
             except Unavailable as error:
-                if not (self.launch.may_move and error.reason == START_AGAIN):
+                if not self.launch.may_move or error.reason == ConfigError.reason:
                     raise
-                if not told:
+                if not told or self.is_healthy.is_set():
                     self._tell("died", f"{error}; the run goes on without it until it has another")
                 told = True
                 await self._leave()
