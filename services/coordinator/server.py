@@ -173,7 +173,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         FailedPrecondition naming what speaks against it.
         """
         if not request.ranks:
-            slots = len(self._runner.transitions.state.settings.policy_slots)
+            slots = self._runner.transitions.state.settings.most_ranks
             raise InvalidInput("ranks of the policy", seen=0, allowed=f"1 to {slots}")
         before = await self._choose(events.RanksRequested(self._runner.now(), request.ranks))
         return pb.RequestRanksResponse(from_step=first_step(before))

@@ -4,9 +4,7 @@ no torch.
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
-import json
 import socket
 from pathlib import Path
 
@@ -16,13 +14,12 @@ from paceline.errors import ConfigError
 from paceline.local.processes import LOOPBACK, usable_cores
 from paceline.local.services import service
 from paceline.ranks.group import HostShare, RankGroup
-from paceline.report.machine import versions
+from paceline.report import machine
 from paceline.rpc import is_loopback
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 
 _OF_A_HOST = frozenset({"interface", "redis", "security", "telemetry"})
 """Settings that hosts may have each for itself."""
-_VERSIONS = ("python", "paceline", "torch", "transformers")
 
 
 def ranks_by_host(config: PolicyTrainerConfig) -> tuple[int, ...]:
@@ -69,12 +66,8 @@ def group_on(config: PolicyTrainerConfig, host: int) -> RankGroup:
 
 
 def same_on_hosts(config: PolicyTrainerConfig) -> dict[str, str]:
-    """What all hosts have to have alike, by name: versions, and hashes of settings."""
-    found = {name: value for name, value in versions().items() if name in _VERSIONS}
-    for name, value in config.model_dump(mode="json", exclude=set(_OF_A_HOST)).items():
-        text = json.dumps(value, sort_keys=True).encode()
-        found[f"{name} in the settings"] = hashlib.sha256(text).hexdigest()[:16]
-    return found
+    """What all hosts have to have alike, by name."""
+    return machine.same_on_hosts(config, _OF_A_HOST)
 
 
 def _interface(config: PolicyTrainerConfig, host: int) -> str:

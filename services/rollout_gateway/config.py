@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
 from paceline.services.rollout_gateway.bandits.base import BanditConfig
+from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedConfig
 from paceline.services.rollout_gateway.engines.settings import ModelSettings, Precision
 from paceline.services.rollout_gateway.engines.sglang.spec import SGLangConfig
@@ -28,6 +29,10 @@ class EngineConfig(ModelSettings):
     most_workers: int = Field(default=0, ge=0)
     """Places for workers, each with its slots from the start on: so many there may be when some are
     added to a run that goes on. 0: as many as `workers`.
+    """
+    hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Places for workers on each host, the gateway's own first; empty: all on that. The others run
+    `python -m paceline.services.rollout_gateway.worker_host`, each with its number.
     """
     script: str = ""
     """JSON file of the scripted engine."""
@@ -364,22 +369,19 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def worker_count(self) -> int:
-        """Engine workers of the start; one per usable core unless set."""
-        return self.engine.workers or usable_cores()
+        """Engine workers of the start; one per place of `hosts`, else per core, unless set."""
+        return self.engine.workers or sum(self.engine.hosts) or usable_cores()
 
     @property
     def worker_places(self) -> int:
-        """Engine workers that there may be. Raises ConfigError for fewer than there are at first,
-        and for places without a worker where several processes share the workers.
-        """
-        most, first = self.engine.most_workers or self.worker_count, self.worker_count
-        if most < first or (most > first and self.replicas > 1):
-            raise ConfigError(
-                "gateway.engine.most_workers",
-                seen=f"{most}, of {first} workers and {self.replicas} replicas",
-                allowed=f"0 or {first}" if self.replicas > 1 else f"0, or at least {first}",
-            )
-        return most
+        """Engine workers that there may be. Raises ConfigError as number_of_places."""
+        engine = self.engine
+        return number_of_places(self.worker_count, engine.most_workers, engine.hosts, self.replicas)
+
+    @property
+    def places_here(self) -> int:
+        """Those of `worker_places` on the gateway's own host."""
+        return self.engine.hosts[0] if self.engine.hosts else self.worker_places
 
     @property
     def spool(self) -> Path | None:

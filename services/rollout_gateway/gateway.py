@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 import tempfile
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import redis.asyncio
 
@@ -17,7 +15,6 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
-from paceline.plugins import import_object
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import metrics
@@ -28,18 +25,13 @@ from paceline.services.rollout_gateway.calls.planner import Planner
 from paceline.services.rollout_gateway.calls.queue import FairQueue
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
+from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.environments.table import Equipment
 from paceline.services.rollout_gateway.environments.toolbox import Toolbox
-from paceline.services.rollout_gateway.features.publisher import (
-    ROW_DTYPES,
-    FeaturePublisher,
-    Origin,
-)
+from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.open_spool import open_spool
 from paceline.services.rollout_gateway.place import ReplicaPlace
 from paceline.services.rollout_gateway.reward_pool.pool import reward_pool
@@ -50,9 +42,9 @@ from paceline.services.rollout_gateway.sessions.agents import Agents
 from paceline.services.rollout_gateway.sessions.outbox import Outbox
 from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.services.rollout_gateway.sessions.tree import Turn
+from paceline.services.rollout_gateway.worker_hosts import local_workers, other_hosts, row_shape
 from paceline.services.rollout_gateway.workers.expiry import Expiry
 from paceline.services.rollout_gateway.workers.generation import Generation
-from paceline.services.rollout_gateway.workers.keeper import RowShape
 from paceline.services.rollout_gateway.workers.lending import Lending
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.services.rollout_gateway.workers.quarantine import Quarantined
@@ -66,10 +58,6 @@ from paceline.weights import SharedSpool, Spool
 
 STOP_GRACE_S = 10.0
 LENDING_EPOCHS = f"lending_{EPOCHS}"
-RING_ROWS = 16_384
-"""Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
-tokens of every round.
-"""
 _SHARES = 10_000
 """How finely features.share divides requests."""
 
@@ -102,7 +90,9 @@ class Gateway:
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
         self.first_worker = place.first_worker if place else 0
-        self.router = self._make_router(features is not None, forker)
+        self.worker_hosts = other_hosts(config)
+        """Those that join it; None: all workers are here."""
+        self.router = self._make_router(forker)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable, self.shard)
@@ -143,24 +133,20 @@ class Gateway:
         """
         return workers * (self.config.engine.max_batch + 1)
 
-    def _make_router(self, rows_wanted: bool, forker: Forker | None) -> Router:
-        config, settings, rows = self.config, engine_settings(self.config), None
-        if rows_wanted:
-            layout = _row_layout(config, settings)
-            rows = RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
+    def _make_router(self, forker: Forker | None) -> Router:
+        config = self.config
         return Router(
             config.worker_places,
             config.engine,
-            settings,
-            rows,
+            local_workers(config, forker),
+            row_shape(config),
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
             config.reclaim_after_s,
-            config.run.heartbeat_s,
             self.state and self.state / "evidence.json",
             self.first_worker,
-            forker,
+            self.worker_hosts,
         )
 
     async def start(self) -> None:
@@ -315,11 +301,3 @@ def _clients(
     if not config.trajectories:
         return None, None
     return connect(config.redis.durable_url), connect(config.redis.features)
-
-
-def _row_layout(config: GatewayConfig, settings: dict[str, Any]) -> RowLayout:
-    if path := find_engine(config.engine.kind).row_layout:
-        layout: RowLayout = import_object(path)(settings)
-        return layout
-    model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
-    return RowLayout.last(int(model.get("hidden_size", 0)))

@@ -51,6 +51,19 @@ def sglang(config: GatewayConfig) -> Finding:
     return Finding("sglang", "ok", f"{found.seen}; engine.kind={config.engine.kind} needs none")
 
 
+def places(config: GatewayConfig) -> Finding:
+    """Where engine workers are, and what has to be started on other hosts."""
+
+    def found() -> str:
+        places, others = config.worker_places, config.engine.hosts[1:]
+        if not others:
+            return f"{places} on this host"
+        held = f"{sum(others)} on others: worker_host --host 1 to {len(others)}"
+        return f"{config.places_here} on this host, {held}, which --launcher ray starts"
+
+    return looked_at("engine workers", found)
+
+
 async def walls(config: GatewayConfig) -> Finding:
     """What would shut in the code of models. Only a gateway that asks for walls by name refuses to
     start without.
@@ -83,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     findings += torch_and_gpus()
     if findings[-1].check == "gpu":  # torch is there, which the engine's host imports
         findings.append(sglang(config))
-    findings.append(asyncio.run(walls(config)))
+    findings += [places(config), asyncio.run(walls(config))]
     print(json.dumps([asdict(finding) for finding in findings]))
 
 

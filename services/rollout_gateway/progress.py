@@ -6,6 +6,7 @@ from paceline.local.processes import stopped
 from paceline.rpc.progress import AGENTS, REDIS
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.placement import Seat
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 
@@ -35,12 +36,17 @@ async def progress(gateway: Gateway) -> GetProgressResponse:
     return GetProgressResponse(parts=[part, *workers])
 
 
+def _here(process: WorkerProcess) -> list[int]:
+    return [process.pid_here] if process.pid_here else []
+
+
 def _worker(seat: Seat) -> Part:
     process = seat.process
     if process is None:
-        part = seat.activity.part(trouble="it is being started")
+        trouble = "its host is not there" if seat.away else "it is being started"
+        part = seat.activity.part(trouble=trouble)
     else:
-        part = seat.activity.part({"requests": len(seat.live)}, trouble=stopped([process.pid]))
+        part = seat.activity.part({"requests": len(seat.live)}, trouble=stopped(_here(process)))
     part.ClearField("last_span")  # of this process, not of the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"

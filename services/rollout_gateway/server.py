@@ -28,9 +28,11 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.place import ReplicaPlace, inside
 from paceline.services.rollout_gateway.progress import progress
+from paceline.services.rollout_gateway.workers.hosts import SERVICE as HOSTS_SERVICE
 from paceline.telemetry import get_logger
 from paceline.v1.replica_pb2_grpc import add_ReplicaServiceServicer_to_server
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from paceline.v1.workers_pb2_grpc import add_WorkerHostServiceServicer_to_server
 from paceline.weights import (
     SERVICE_NAME,
     Spool,
@@ -90,7 +92,7 @@ async def running(
         server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway))
-    await gateway.start()
+    port = await _start(gateway, server)
     longest = gateway.router.ready.max_sequence_tokens
     server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
     try:
@@ -98,7 +100,10 @@ async def running(
         socket_path = place.http_socket if place else ""
         http, http_task, http_port = await start_http(app, config, socket_path)
         try:
-            port = await server.start()
+            if port:
+                server.open()
+            else:
+                port = await server.start()
             gateway.expiry.start()
             with _collected_seldom():
                 log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
@@ -111,10 +116,28 @@ async def running(
             gateway.agents.offers.stop()
             await gateway.expiry.stop()
             gateway.router.traffic.stop()
+            await gateway.router.keeper.stop_keeping()  # workers of other hosts end with the server
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
     finally:
         await gateway.stop()
+
+
+async def _start(gateway: Gateway, server: Server) -> int:
+    """Starts the gateway. Hosts of its workers join meanwhile, before anybody else is answered: the
+    port is then that of the server, else 0.
+    """
+    hosts, port = gateway.worker_hosts, 0
+    if hosts is not None:
+        server.add(add_WorkerHostServiceServicer_to_server, hosts, HOSTS_SERVICE)
+        port = await server.start(first=HOSTS_SERVICE)
+    try:
+        await gateway.start()
+    except BaseException:
+        if port:
+            await server.stop(0)
+        raise
+    return port
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
     assert code == 0
     expected = {"machine", "user directory", "disk", "open files", "redis", "redis_features"}
     expected |= {f"addresses.{name}" for name in ADDRESSES} | {"torch", "gpu", "sglang", "sandbox"}
+    expected.add("engine workers")
     assert set(found) == expected
     assert "cannot" not in found["torch"]["seen"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,33 @@ def test_ranks_of_the_policy_are_on_as_many_nodes_as_its_hosts_and_start_again_w
     assert left_over(tmp_path) == []
 
 
+def test_workers_of_a_node_that_is_lost_come_back_on_another_and_the_run_goes_on_meanwhile(
+    tmp_path: Path,
+) -> None:
+    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
+    two_hosts = ("gateway.engine.workers=0", "gateway.engine.hosts=[1,1]", "--steps", "1000")
+    address = f"{HEAD}:{port}"
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES, 1)}, port) as nodes:
+        process = run_with_redis(tmp_path, address, *two_hosts)
+        wait_for(process, "step 1/")
+        gateway = host_of(run, "gateway")
+        (second,) = set(NODES) - {gateway, host_of(run, "policy_trainer")}
+        assert nodes_of("engines.worker.process", port) == {gateway, second}
+        nodes[second].kill()
+        said = wait_for(process, "worker_host_1 is lost")
+        said += wait_for(process, "step ")
+        nodes[second] = started(second, 1, f"--address={address}")
+        said += wait_for(process, "engine worker 1 after")  # its place had none for so long
+        said += wait_for(process, "step ")
+        assert nodes_of("engines.worker.process", port) == {gateway, second}
+        assert "taken up again" not in "".join(said)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=patient(120))
+        assert host_of(run, "gateway") == gateway
+    assert json.loads((run / "summary.json").read_text())["trajectories_lost"] == 0, output
+    assert left_over(tmp_path) == []
+
+
 def test_several_nodes_need_a_redis_that_all_reach(tmp_path: Path) -> None:
     port = free_ports(1)[0]
     with ray_nodes({HEAD: 1, NODES[0]: 1}, port):
@@ -157,13 +185,18 @@ def node_of(actor: int) -> str:
 
 def nodes_of_ranks(port: int) -> set[str]:
     """Hosts of the policy's ranks in the cluster whose head listens there."""
-    ranks = [
+    return nodes_of(".policy_trainer.rank", port)
+
+
+def nodes_of(module: str, port: int) -> set[str]:
+    """Hosts of the processes that run a module in the cluster whose head listens there."""
+    found = [
         one
         for one in psutil.process_iter(["cmdline"])
         # A fork's line is as long as its parent's, filled up with spaces.
-        if " ".join(one.info["cmdline"] or ()).strip().endswith(".policy_trainer.rank")
+        if " ".join(one.info["cmdline"] or ()).strip().endswith(module)
     ]
-    return {node_of(one.pid) for one in ranks if f"{HEAD}:{port}" in _above(one)}
+    return {node_of(one.pid) for one in found if f"{HEAD}:{port}" in _above(one)}
 
 
 def _above(process: psutil.Process) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.order import START_AGAIN, KeeperReport, ServiceOrder
-from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.errors import ConfigError, DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.launch import ChildEvent, EventKind, Launch, RestartPolicy, Supervised
 from paceline.local.patience import patient
 
@@ -17,6 +17,8 @@ _LOOK_S = 1.0
 """Seconds that a keeper waits for news before it answers."""
 _ANSWER_S, _AWAY_S = 30.0, 45.0
 _STOP_S = 10.0
+_MOVE_S = 5.0
+"""Between two tries to place what has lost its node: Ray tells nobody of a node that joins."""
 Placed = Callable[[ServiceOrder], Any]
 """Makes the keeper of an order on the node where it belongs; an actor handle."""
 
@@ -34,10 +36,13 @@ class KeptService:
         placed: Placed,
         surroundings: asyncio.Future[Mapping[str, str]],
         on_event: Callable[[ChildEvent], None],
+        lost: set[str] | None = None,
     ) -> None:
         """`surroundings`: what its environment holds besides, known once what it forks from is
-        there; a forkserver's own is set by it.
+        there; a forkserver's own is set by it. `lost`: addresses of nodes that have been lost, of
+        all services of the run together.
         """
+        self._lost_nodes = set[str]() if lost is None else lost
         self.launch = launch
         self.log = Path(order.run_dir) / "logs" / f"{launch.name}.log"
         self.is_healthy = asyncio.Event()
@@ -54,10 +59,32 @@ class KeptService:
 
     async def run(self) -> None:
         """As Child.run; Unavailable with the reason START_AGAIN where it cannot come back alone, or
-        its keeper does not answer.
+        its keeper does not answer. One that may move waits for another node instead.
         """
         for need in self._needs:
             await need.is_healthy.wait()
+        told = False
+        while True:
+            try:
+                return await self._run()
+            except Unavailable as error:
+                if not self.launch.may_move or error.reason == ConfigError.reason:
+                    raise
+                if not told or self.is_healthy.is_set():
+                    self._tell("died", f"{error}; the run goes on without it until it has another")
+                told = True
+                await self._leave()
+
+    async def _leave(self) -> None:
+        """Gives its keeper up, whose name another one gets."""
+        self.is_healthy.clear()
+        self.pid = 0
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await self._killed(keeper)
+        await asyncio.sleep(_MOVE_S)
+
+    async def _run(self) -> None:
         while True:
             self._keeper = await self._made()
             try:
@@ -73,20 +100,29 @@ class KeptService:
                 await asyncio.sleep(self._pause_s())
 
     async def stop(self, grace_s: float) -> None:
-        """Stops the service, then its keeper."""
+        """Stops the service, then its keeper. One on a node that is lost is not asked: it would not
+        answer, and ends by itself when nobody looks for it.
+        """
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
-        import ray
-
-        if self._begun:  # else it may have no node to answer on
+        if self.order.host in self._lost_nodes:
+            self._tell("stopped", "its node is lost: it ends there by itself")
+        elif self._begun:  # else it may have no node to answer on
             with suppress(_died(), TimeoutError):  # what it started ends with it
                 async with asyncio.timeout(patient(grace_s + _STOP_S)):
                     await keeper.stop.remote(grace_s)
                     self._take(KeeperReport.of(await keeper.look.remote(self._next, [], 0.0)))
-        await asyncio.to_thread(ray.kill, keeper)
+        await self._killed(keeper)
         self.is_healthy.clear()
         self.pid = 0
+
+    async def _killed(self, keeper: Any) -> None:
+        import ray
+
+        with suppress(TimeoutError):  # Ray does so when it can
+            async with asyncio.timeout(patient(_STOP_S)):
+                await asyncio.to_thread(ray.kill, keeper)
 
     async def _begin(self) -> None:
         self._next, self._begun = 0, False
@@ -136,6 +172,7 @@ class KeptService:
                 await asyncio.sleep(_LOOK_S)
 
     def _lost(self, cause: Exception) -> Unavailable:
+        self._lost_nodes.add(self.order.host)
         return Unavailable(
             f"the node of {self.launch.name} is lost",
             reason=START_AGAIN,

@@ -22,9 +22,10 @@ from paceline.cluster.order import FORKSERVER, ServiceOrder
 from paceline.cluster.pools import GPU, REWARD, Pool, check_room
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
+from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.launch import ChildEvent, Launch, Supervised
 from paceline.local.patience import patient
-from paceline.local.services import RANK_HOST, service
+from paceline.local.services import RANK_HOST, WORKER_HOST, service
 from paceline.report.machine import versions
 
 _RESERVED_S = 60.0
@@ -87,6 +88,7 @@ class _ClusterRun:
         self._gpus: dict[str, str] = {}  # of its node by pool, as CUDA_VISIBLE_DEVICES has them
         self._surroundings: dict[str, asyncio.Future[Mapping[str, str]]] = {}
         self._hosts: dict[str, str] = {}  # address of its node by pool
+        self._lost: set[str] = set()  # of these, what the services have lost
 
     async def require_name(self) -> None:
         """Raises FailedPrecondition where the run is on the cluster already. One whose starter has
@@ -199,15 +201,20 @@ class _ClusterRun:
         return [*self._run.overrides, *self.addresses]
 
     def launches(self, made: Sequence[Launch]) -> list[Launch]:
-        """Of a run's services, the forkservers of its pools and what holds ranks on other hosts;
-        ports are looked at where they are bound.
+        """Of a run's services, the forkservers of its pools and what holds ranks or engine workers
+        on other hosts; ports are looked at where they are bound.
         """
         forkservers = [
             Launch(name, ("",)) for pool in self._run.pools if (name := self._forkserver(pool))
         ]
         named = [name for pool in self._run.pools for name in pool.services]
-        hosts = [Launch(name, ("",)) for name in named if name.startswith(RANK_HOST)]
-        return [*forkservers, *hosts, *(replace(one, ports=()) for one in made)]
+        ranks = [Launch(name, ("",)) for name in named if name.startswith(RANK_HOST)]
+        workers = [
+            Launch(name, ("",), optional=True, may_move=True)
+            for name in named
+            if name.startswith(WORKER_HOST)
+        ]
+        return [*forkservers, *ranks, *workers, *(replace(one, ports=()) for one in made)]
 
     def keep(self, launch: Launch, needs: Sequence[Supervised]) -> KeptService:
         """What keeps one of them running."""
@@ -227,13 +234,14 @@ class _ClusterRun:
             self._run.config.run.heartbeat_s,
             self._run.config.run.hung_s,
             self._hosts[pool.name],
+            launch.may_move,
         )
         around = self._surroundings.setdefault(
             pool.name, asyncio.get_running_loop().create_future()
         )
         if not self._forkserver(pool) and not around.done():
-            around.set_result({})
-        return KeptService(launch, order, needs, self._placed, around, self._on_event)
+            around.set_result({FORKSERVER_VARIABLE: ""})  # whatever the node was started with
+        return KeptService(launch, order, needs, self._placed, around, self._on_event, self._lost)
 
     def _visible(self, pool: Pool) -> dict[str, str]:
         """GPUs that were not reserved are not ours, on whatever node."""

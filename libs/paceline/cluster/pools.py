@@ -2,8 +2,8 @@
 
 A pool is a placement group on one node, with a bundle for each worker: the slots of a
 tensor-parallel group are never apart. Services that compute on the same slots in turns share a
-pool. Ranks of the policy on several hosts are as many pools. That of the rewards alone is on
-whatever nodes have room: its slots know nothing of each other.
+pool. Ranks of the policy and engine workers on several hosts are as many pools. That of the rewards
+alone is on whatever nodes have room: its slots know nothing of each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.local.run_settings import gpu_settings, settings_of_run
-from paceline.local.services import rank_host
+from paceline.local.services import rank_host, worker_host
 
 CONTROL, ROLLOUT, POLICY, REWARD = "control", "rollout", "policy", "reward"
 CPU, GPU = "CPU", "GPU"
@@ -46,8 +46,8 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
 
     Colocated, rollouts, policy and drafter take turns on the same slots. Where the learner has
     slots of its own, both trainers are on the node of those, less what ranks on other hosts take of
-    them. Each of those hosts is a pool. Raises ConfigError where that leaves the trainer's own too
-    few.
+    them. Each of those hosts is a pool, and so is each further host of the engine workers. Raises
+    ConfigError where that leaves the trainer's own too few.
     """
     found = settings_of_run(files, overrides)
     gateway, coordinator = found["gateway"], found["coordinator"]
@@ -55,7 +55,9 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     for_sglang = engine.kind == "sglang" and engine.sglang.device != "cpu"
     kind = GPU if for_sglang or gpu_settings(found) else CPU
     worker = {kind: float(coordinator.slots_per_worker)}
-    rollout = (worker,) * gateway.worker_places
+    places = gateway.worker_places  # raises ConfigError where its hosts do not fit
+    here, *elsewhere = engine.hosts or (places,)
+    rollout = (worker,) * here
     own, *others = found["policy_trainer"].hosts or (1,)
     learners = ({kind: 1.0},) * _at_home(coordinator.learner_slots, own, others)
     trainers = ("policy_trainer", "drafter_trainer")
@@ -66,6 +68,9 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
         apart = [Pool(ROLLOUT, ("gateway", *trainers), rollout)]
     for number, ranks in enumerate(others, 1):
         apart.append(Pool(f"{POLICY}_{number}", (rank_host(number).name,), ({kind: 1.0},) * ranks))
+    for number, workers in enumerate(elsewhere, 1):
+        held = worker_host(number).name
+        apart.append(Pool(f"{ROLLOUT}_{number}", (held,), (worker,) * workers))
     scoring = ({CPU: 1.0},) * gateway.rewards.ray_cpus
     return [control, *apart, *([Pool(REWARD, (), scoring, spread=True)] if scoring else [])]
 

@@ -114,13 +114,38 @@ def rank_host(number: int) -> ServiceSpec:
     )
 
 
+WORKER_HOST = "worker_host_"
+"""What holds engine workers on another host is called, before its number."""
+
+
+def worker_host(number: int) -> ServiceSpec:
+    """What holds the engine's workers on that host of `gateway.engine.hosts`, where a launcher
+    starts it: it waits for the gateway, as the gateway does for it. Its workers are forks of its
+    own: it may be started again on another node than what it would fork from.
+    """
+    return ServiceSpec(
+        f"{WORKER_HOST}{number}",
+        "paceline.services.rollout_gateway.worker_host",
+        "",
+        "",
+        (),
+        "rollout",
+        arguments=("--host", str(number)),
+        optional=True,
+    )
+
+
+_HELD = {RANK_HOST: rank_host, WORKER_HOST: worker_host}
+
+
 def service(name: str) -> ServiceSpec:
-    """The service of this name, with - or _, or what holds ranks for one; NotFound names the
-    others.
+    """The service of this name, with - or _, or what holds ranks or workers for one; NotFound names
+    the others.
     """
     wanted = name.replace("-", "_")
-    if (number := wanted.removeprefix(RANK_HOST)) != wanted and number.isdecimal():
-        return rank_host(int(number))
+    for prefix, held in _HELD.items():
+        if (number := wanted.removeprefix(prefix)) != wanted and number.isdecimal():
+            return held(int(number))
     for spec in SERVICES:
         if spec.name == wanted:
             return spec

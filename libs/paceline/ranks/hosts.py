@@ -9,45 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition, InvalidInput
+from paceline.errors import DeadlineExceeded, FailedPrecondition, InvalidInput
 from paceline.ranks.group import RankLost
+from paceline.rpc.hosts import HostStream, check_same, first_word
 from paceline.v1 import ranks_pb2 as pb
 from paceline.v1.ranks_pb2_grpc import RankHostServiceServicer
 
-_FIRST_WORD_S = 10.0
 _ENDED_S = 10.0
 """Longer than its grace that a host may take until it has ended its ranks."""
 
 
-class _HostStream:
-    """One stream of a host. What is heard ends with None when it is over."""
-
-    def __init__(self) -> None:
-        self.heard: asyncio.Queue[pb.HoldRanksRequest | None] = asyncio.Queue()
-        self._orders: asyncio.Queue[pb.HoldRanksResponse | None] = asyncio.Queue()
-
-    def order(self, **order: Any) -> None:
-        """Tells the host to do it."""
-        self._orders.put_nowait(pb.HoldRanksResponse(**order))
-
-    def close(self) -> None:
-        """Ends the stream, and with it the host's ranks."""
-        self._orders.put_nowait(None)
-
-    async def orders(self, requests: AsyncIterator[Any]) -> AsyncGenerator[pb.HoldRanksResponse]:
-        """What to tell, as long as the host speaks."""
-        reading = asyncio.create_task(self._read(requests))
-        reading.add_done_callback(lambda _: self.close())
-        try:
-            while (order := await self._orders.get()) is not None:
-                yield order
-        finally:
-            reading.cancel()
-            self.heard.put_nowait(None)
-
-    async def _read(self, requests: AsyncIterator[Any]) -> None:
-        async for request in requests:
-            self.heard.put_nowait(request)
+_Stream = HostStream[pb.HoldRanksRequest, pb.HoldRanksResponse]
 
 
 class HostRanks:
@@ -59,8 +31,8 @@ class HostRanks:
         self.host = host
         self._name = name
         self._joined = asyncio.Event()
-        self._connection: _HostStream | None = None
-        self._ranks: _HostStream | None = None  # that they were started by; None: none runs
+        self._connection: _Stream | None = None
+        self._ranks: _Stream | None = None  # that they were started by; None: none runs
         self._early: list[tuple[int, bytes]] = []  # said while others were not ready
         self._lost: RankLost | None = None
         self.pids: list[int] = []
@@ -80,7 +52,7 @@ class HostRanks:
                 reason="HOST_JOINED",
                 seen=f"host {self.host}",
             )
-        self._connection = connection = _HostStream()
+        self._connection = connection = _Stream()
         self._joined.set()
         try:
             async with aclosing(connection.orders(requests)) as orders:
@@ -99,7 +71,8 @@ class HostRanks:
                     await self._joined.wait()
                 self._ranks = connection
                 left_s = end - asyncio.get_running_loop().time()
-                connection.order(start=pb.StartRanks(store=store, deadline_s=left_s))
+                start = pb.StartRanks(store=store, deadline_s=left_s)
+                connection.order(pb.HoldRanksResponse(start=start))
                 while not self.pids:
                     said = await self._hear()
                     if said is not None:
@@ -114,7 +87,7 @@ class HostRanks:
         """As RankGroup.send."""
         if self._lost is not None:
             raise self._lost
-        self._running.order(message=message)
+        self._running.order(pb.HoldRanksResponse(message=message))
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """As RankGroup.receive."""
@@ -139,7 +112,7 @@ class HostRanks:
         self.pids, self._early, self._lost = [], [], None
         if connection is None or connection is not self._connection:
             return
-        connection.order(end=pb.EndRanks(grace_s=grace_s))
+        connection.order(pb.HoldRanksResponse(end=pb.EndRanks(grace_s=grace_s)))
         try:
             async with asyncio.timeout(grace_s + _ENDED_S):
                 while (heard := await connection.heard.get()) is not None:
@@ -155,10 +128,10 @@ class HostRanks:
     def kill(self) -> None:
         """SIGKILL every rank, without waiting."""
         if self._ranks is not None:
-            self._ranks.order(kill=pb.KillRanks())
+            self._ranks.order(pb.HoldRanksResponse(kill=pb.KillRanks()))
 
     @property
-    def _running(self) -> _HostStream:
+    def _running(self) -> _Stream:
         if self._ranks is None:
             raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
         return self._ranks
@@ -196,7 +169,7 @@ class RankHosts(RankHostServiceServicer):
         """A host joins. Raises InvalidInput for one that is not expected, ConfigError for one that
         differs.
         """
-        ranks = self._ranks_of(await _first_word(requests))
+        ranks = self._ranks_of(await first_word(requests))
         async with aclosing(ranks.hold(requests)) as orders:
             async for order in orders:
                 yield order
@@ -209,25 +182,5 @@ class RankHosts(RankHostServiceServicer):
                 seen=f"host {joined.host}",
                 allowed=f"1 to {len(self.ranks)}",
             )
-        same = dict(joined.same)
-        names = sorted({*self._same, *same})
-        differ = [name for name in names if self._same.get(name) != same.get(name)]
-        if differ:
-            raise ConfigError(
-                f"host {joined.host} has other settings or versions than the service of its ranks",
-                reason="HOST_DIFFERS",
-                seen=", ".join(differ),
-                allowed="the same on all hosts",
-            )
+        check_same(joined.host, self._same, dict(joined.same), "ranks")
         return found
-
-
-async def _first_word(requests: AsyncIterator[Any]) -> pb.HostJoined:
-    try:
-        async with asyncio.timeout(_FIRST_WORD_S):
-            async for request in requests:
-                joined: pb.HostJoined = request.joined
-                return joined
-    except TimeoutError as error:
-        raise DeadlineExceeded("a host says nothing", seen=f"{_FIRST_WORD_S} s") from error
-    raise InvalidInput("a host says who it is first", seen="nothing")

@@ -439,18 +439,20 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_index", "pid", "ready", "health", "vacant")
+    __slots__ = ("worker_index", "pid", "ready", "health", "vacant", "host")
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     VACANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     worker_index: int
     pid: int
     ready: bool
     health: _engine_pb2.WorkerHealth
     vacant: bool
-    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., ready: _Optional[bool] = ..., health: _Optional[_Union[_engine_pb2.WorkerHealth, _Mapping]] = ..., vacant: _Optional[bool] = ...) -> None: ...
+    host: int
+    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., ready: _Optional[bool] = ..., health: _Optional[_Union[_engine_pb2.WorkerHealth, _Mapping]] = ..., vacant: _Optional[bool] = ..., host: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("workers", "versions", "open_sessions", "unsent_bytes", "feature_batches", "feature_rows_dropped", "model", "elastic")

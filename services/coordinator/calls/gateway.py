@@ -74,8 +74,14 @@ async def _settings(calls: Calls) -> RunSettings:
         )
     settings = calls.config.machine_settings(len(status.workers))
     vacant = sum(1 << place for place, worker in enumerate(status.workers) if worker.vacant)
-    described = calls.source.described
-    return replace(settings, tasks=described, vacant=vacant, elastic=status.elastic)
+    elsewhere = sum(1 << place for place, worker in enumerate(status.workers) if worker.host)
+    return replace(
+        settings,
+        tasks=calls.source.described,
+        vacant=vacant,
+        elastic=status.elastic,
+        elsewhere=elsewhere,
+    )
 
 
 async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:

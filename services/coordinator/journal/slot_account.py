@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.services.coordinator.machine.drafter import most_workers, wanted
+from paceline.services.coordinator.machine.drafter import enough_released, most_workers, wanted
 from paceline.services.coordinator.machine.events import Event, WorkersReleased
 from paceline.services.coordinator.machine.slots import DrafterLease, Holder, WorkerState
 from paceline.services.coordinator.machine.state import Phase, Service, State
@@ -113,7 +113,7 @@ def _idle_cause(state: State) -> IdleCause:
         return IdleCause.TRAINER_DONE
     if not workers.counted(WorkerState.GENERATING) and settings.colocated:
         return IdleCause.HAND_OVER
-    if workers.counted(WorkerState.RELEASED) < settings.min_workers_for_training:
+    if not enough_released(state):
         return IdleCause.TOO_FEW
     return IdleCause.LEASING
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -46,8 +47,7 @@ def lease_released(state: State) -> Decision | None:
         return None
     if state.lease is not None:
         return _widen(state, state.lease)
-    enough = workers.counted(WorkerState.RELEASED) >= settings.min_workers_for_training
-    return _lease(state) if enough and _due(state) else None
+    return _lease(state) if enough_released(state) and _due(state) else None
 
 
 def train_alone(state: State) -> Decision:
@@ -59,7 +59,7 @@ def train_alone(state: State) -> Decision:
         return Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # a former coordinator's, whose call is gone
         return preempt(state)
-    if _due(state) and state.workers.counted(WorkerState.RELEASED):
+    if _due(state) and any(True for _ in leasable(state)):
         return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
 
@@ -178,7 +178,22 @@ def _due(state: State) -> bool:
 
 def most_workers(settings: RunSettings) -> int:
     """Whose slots the drafter may have at once."""
-    return max(1, settings.max_drafter_slots // settings.slots_per_worker)
+    here = settings.workers - settings.elsewhere.bit_count()
+    return max(1, min(here, settings.max_drafter_slots // settings.slots_per_worker))
+
+
+def enough_released(state: State) -> bool:
+    """Whether so many workers are released that the drafter begins."""
+    least = state.settings.min_workers_for_training
+    return len(list(islice(leasable(state), least))) >= least
+
+
+def leasable(state: State) -> Iterator[int]:
+    """Released workers whose slots the drafter could compute on: its ranks are on one host."""
+    elsewhere = state.settings.elsewhere
+    for worker in state.workers.where(WorkerState.RELEASED):
+        if not elsewhere >> worker & 1:
+            yield worker
 
 
 def _lease(state: State) -> Decision:
@@ -207,7 +222,7 @@ def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[
     """As many released slots as the drafter may have beside those of its lease."""
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
-    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
+    workers = list(islice(leasable(state), count))
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = move_workers(state, workers, Cause.LEASE_GRANTED)
     if slots:

@@ -20,14 +20,14 @@ _TRAINED = (Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
 def ranks_requested(state: State, event: events.RanksRequested) -> Decision:
     """The next step that begins to train has so many ranks; refused where that cannot be."""
     if against_ranks(state, event) is not None:
-        return refused(state, event, event.ranks, len(state.settings.policy_slots))
+        return refused(state, event, event.ranks, state.settings.most_ranks)
     wanted = replace(state.resharding, ranks=event.ranks, epoch=0, failure="")
     return Decision(replace(state, resharding=wanted))
 
 
 def against_ranks(state: State, event: events.RanksRequested) -> Objection | None:
     """What speaks against another number of ranks."""
-    slots, wanted = len(state.settings.policy_slots), state.resharding.ranks
+    slots, wanted = state.settings.most_ranks, state.resharding.ranks
     if not 1 <= event.ranks <= slots:
         setting = (
             "gateway.engine.most_workers and coordinator.slots_per_worker say how many slots"

@@ -229,6 +229,7 @@ class RolloutServicer(RolloutServiceServicer):
                 ready=seat.index in healths,
                 health=healths.get(seat.index),
                 vacant=seat.vacant,
+                host=seat.host,
             )
             for seat in gateway.router.seats
         ]

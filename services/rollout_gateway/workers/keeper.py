@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
-
-import zmq
+from typing import Protocol
 
 from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError, Unavailable
-from paceline.local.extras import require_extra
-from paceline.local.forking import Forker
 from paceline.local.news import tell_supervisor
-from paceline.local.process_directory import process_directory
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import EngineConfig
-from paceline.services.rollout_gateway.engines import find_engine
-from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.engines.worker.ring import RowArray, RowRing
-from paceline.services.rollout_gateway.engines.worker.spec import WorkerSpec
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray
+from paceline.services.rollout_gateway.workers.hosts import HOST_AWAY, WorkerHosts
+from paceline.services.rollout_gateway.workers.life import WorkerLife
+from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
 from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.telemetry import get_logger
@@ -37,20 +28,6 @@ STARTS_BEFORE_GIVING_UP = 3
 """Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """Size of each worker's ring and what its rows hold."""
-
-    rows: int
-    layout: RowLayout
-    value_bytes: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's hidden state."""
-        return self.layout.width * self.value_bytes
 
 
 class Routing(Protocol):
@@ -82,40 +59,36 @@ class WorkerKeeper:
 
     def __init__(
         self,
+        local: LocalWorkers,
+        hosts: WorkerHosts | None,
         config: EngineConfig,
-        settings: dict[str, Any],
         rows: RowShape | None,
         seats: Sequence[Seat],
         routing: Routing,
-        heartbeat_s: float,
-        forker: Forker | None = None,
     ) -> None:
-        """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted;
-        `forker`: of the engine's modules, begun already; it ends with `stop`.
+        """`local`: ends with `stop`; `hosts`: others, None where there are none; `rows`: None where
+        no hidden states are wanted.
         """
-        self._config = config
-        self._settings = settings
+        self._local = local
+        self._hosts = hosts
+        self._ready_s = config.ready_deadline_s
         self._rows = rows
         self._seats = seats
         self._routing = routing
-        self._heartbeat_s = heartbeat_s
-        kind = find_engine(config.kind)
-        if kind.extra:
-            require_extra(kind.extra, f"gateway.engine.kind={config.kind}")
-        self._forker = forker or Forker(kind.forked, None)
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self.ready = pb.WorkerReady()
         """Facts of the engine, from the worker that was ready last."""
 
     async def start(self) -> None:
         """Start a worker in each place that is not vacant; returns when all serve, but for those
-        that wait until what serves, and is damaged, is pushed again. Raises what the first failing
-        one says; call `stop` then.
+        that wait until what serves, and is damaged, is pushed again, or for their host. Raises what
+        the first failing one says; call `stop` then.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=process_directory()))
-        self._context: zmq.Context[Any] = zmq.Context()
         there = [seat for seat in self._seats if not seat.vacant]
-        await asyncio.gather(*(self._start_first(seat) for seat in there))
+        found = await asyncio.gather(*(self._start_first(seat) for seat in there))
+        late = [error for error in found if error is not None]
+        if late and not self.ready.ListFields():  # none serves
+            raise late[0]
         for seat in there:
             self._begin_keeping(seat)
 
@@ -148,41 +121,31 @@ class WorkerKeeper:
         await asyncio.gather(*(process.stop() for process in there))
         for seat in self._seats:
             seat.process = None
-        await self._forker.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        await self._local.close()
 
-    async def _start_first(self, seat: Seat) -> None:
+    async def _start_first(self, seat: Seat) -> PacelineError | None:
+        """What keeps the worker from starting that may be mended while others serve."""
         try:
             await self._start_worker(seat)
-        except DataLoss as error:
-            if not self.ready.ListFields():  # the engine's own files are damaged
+        except (DataLoss, Unavailable) as error:
+            if not (isinstance(error, DataLoss) or error.reason == HOST_AWAY):
                 raise
+            seat.away = self._away(seat)
             self._tell_failed_start(seat, error)
+            return error
+        return None
 
     async def _start_worker(self, seat: Seat) -> None:
         """A worker that serves the committed versions."""
-        rows = self._rows
-        ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
-        spec = WorkerSpec(
-            worker_index=seat.index,
-            place=seat.number,
-            kind=self._config.kind,
-            threads=self._config.threads,
-            cores=(seat.number,) if self._config.pin_cores else (),
-            ring_path=str(ring.path) if ring is not None else "",
-            engine=self._settings,
-        )
+        if seat.host and self._hosts is not None:
+            life: WorkerLife = self._hosts.make(seat.index)
+        else:
+            life = self._local.make(seat.index, seat.number)
         process = WorkerProcess(
-            spec,
-            self._forker,
-            ring,
-            self._directory,
-            lambda tokens, rows: self._routing.tokens(seat, tokens, rows),
-            self._heartbeat_s,
+            seat.index, life, lambda tokens, rows: self._routing.tokens(seat, tokens, rows)
         )
         try:
-            await process.start(self._context, self._config.ready_deadline_s)
+            await process.start(self._ready_s)
             self._check_rows(process.ready)
             self.ready = process.ready
             await self._routing.equip(seat, process)
@@ -190,8 +153,11 @@ class WorkerKeeper:
             await process.close()
             raise
 
-        seat.process = process
+        seat.process, seat.away = process, False
         self._routing.serves(seat)
+
+    def _away(self, seat: Seat) -> bool:
+        return self._hosts is not None and self._hosts.away(seat.host)
 
     def _check_rows(self, ready: pb.WorkerReady) -> None:
         """Raises ConfigError when the ring was cut for other rows than the engine's."""
@@ -213,6 +179,7 @@ class WorkerKeeper:
                 tell_supervisor("impaired", f"engine worker {seat.index} {reason}")
                 await process.close()
                 metrics.WORKER_RESTARTS.record()
+                seat.away = self._away(seat)
                 self._routing.lost(seat)
             if seat.vacant:
                 return
@@ -231,8 +198,8 @@ class WorkerKeeper:
                 message = self._tell_failed_start(seat, error)
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
                 if failures >= STARTS_BEFORE_GIVING_UP:
-                    damaged = isinstance(error, DataLoss)  # until it is pushed again
-                    kind = Unavailable if damaged else InternalError
+                    passing = isinstance(error, DataLoss) or self._away(seat)
+                    kind = Unavailable if passing else InternalError
                     self._routing.fail(seat, message, kind)
 
     def _tell_failed_start(self, seat: Seat, error: PacelineError | OSError) -> str:

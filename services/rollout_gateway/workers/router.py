@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
-from paceline.local.forking import Forker
-from paceline.local.heartbeat import LIMIT_S
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.held import HeldRequests
-from paceline.services.rollout_gateway.workers.keeper import RowShape, WorkerKeeper
+from paceline.services.rollout_gateway.workers.hosts import WorkerHosts
+from paceline.services.rollout_gateway.workers.keeper import WorkerKeeper
 from paceline.services.rollout_gateway.workers.lending import Loans
+from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
 from paceline.services.rollout_gateway.workers.metrics import EngineMetrics
 from paceline.services.rollout_gateway.workers.placement import Seat, choose
 from paceline.services.rollout_gateway.workers.probes import Probes
@@ -40,26 +40,27 @@ class Router:
         self,
         count: int,
         config: EngineConfig,
-        settings: dict[str, Any],
+        local: LocalWorkers,
         rows: RowShape | None,
         on_rows: Callable[[RowArray], None],
         on_discard: Callable[[int], None],
         wait_s: float,
         reclaim_after_s: float,
-        heartbeat_s: float = LIMIT_S,
         evidence: Path | None = None,
         first: int = 0,
-        forker: Forker | None = None,
+        hosts: WorkerHosts | None = None,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
         after which `traffic` tells of it; evidence: file that keeps what arms have shown; first:
-        number of the first worker among all of the run; forker: see WorkerKeeper.
+        number of the first worker among all of the run; local, hosts: see WorkerKeeper.
         """
         self._config = config
         self._on_rows = on_rows
         self._on_discard = on_discard  # rows of a request whose next try gives them again
-        self._seats = [Seat(index, first=first) for index in range(count)]
-        self.keeper = WorkerKeeper(config, settings, rows, self._seats, self, heartbeat_s, forker)
+        self._seats = [
+            Seat(i, first=first, host=hosts.host_of(i) if hosts else 0) for i in range(count)
+        ]
+        self.keeper = WorkerKeeper(local, hosts, config, rows, self._seats, self)
         self._flushing = False
         self._held = HeldRequests(wait_s)
         self.traffic = WaitingTraffic(self._seats, self._held, config.max_batch, reclaim_after_s)
@@ -204,7 +205,7 @@ class Router:
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         pinned = generation.pinned
         seat = self._seats[pinned] if pinned is not None else None
-        if seat is None or seat.vacant:
+        if seat is None or seat.vacant or seat.away:
             seat = choose(self._seats, prefer)
         if seat is None or seat.released:
             self._held.add(generation)

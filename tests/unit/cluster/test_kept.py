@@ -11,9 +11,9 @@ import pytest
 from ray_nodes import WITH_RAY
 
 from paceline.cluster.kept import KeptService
-from paceline.cluster.order import START_AGAIN, ServiceOrder
+from paceline.cluster.order import START_AGAIN, KeeperReport, ServiceOrder
 from paceline.errors import Unavailable
-from paceline.local.launch import Launch
+from paceline.local.launch import ChildEvent, Launch
 
 pytestmark = WITH_RAY
 
@@ -41,3 +41,62 @@ async def test_a_keeper_that_does_not_answer_has_the_run_taken_up_again(
     with pytest.raises(Unavailable, match=r"gateway is lost.*does not answer") as lost:
         await service.run()
     assert lost.value.reason == START_AGAIN
+
+
+async def test_what_may_move_waits_for_another_node_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_PATIENCE", "0.01")
+    monkeypatch.setattr("paceline.cluster.kept._MOVE_S", 0.01)
+    monkeypatch.setattr("ray.kill", lambda keeper: None)
+    told: list[ChildEvent] = []
+    placed: list[int] = []
+
+    def finished_later(order: ServiceOrder) -> Any:
+        placed.append(len(placed))
+        keeper = silent_keeper(order)
+        if len(placed) == 3:
+
+            async def over(*_: object) -> str:
+                return KeeperReport(0, over=True).text()
+
+            keeper.look = SimpleNamespace(remote=over)
+        return keeper
+
+    around = asyncio.get_running_loop().create_future()
+    around.set_result({})
+    order = ServiceOrder("worker_host_1", str(tmp_path), str(tmp_path), may_move=True)
+    launch = Launch("worker_host_1", (), optional=True, may_move=True)
+    await KeptService(launch, order, [], finished_later, around, told.append).run()
+    assert len(placed) == 3
+    (said,) = told
+    assert "worker_host_1 is lost" in said.detail
+    assert "the run goes on without it" in said.detail
+
+
+async def test_a_keeper_on_a_node_that_is_lost_is_not_asked_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services beside the one that found it lost: without an answer each had been waited for."""
+    monkeypatch.setenv("PACELINE_PATIENCE", "0.01")
+    killed: list[Any] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+    told: list[ChildEvent] = []
+    lost: set[str] = set()
+
+    def kept(name: str) -> KeptService:
+        around = asyncio.get_running_loop().create_future()
+        around.set_result({})
+        order = ServiceOrder(name, str(tmp_path), str(tmp_path), host="10.0.0.2")
+        return KeptService(Launch(name, ()), order, [], silent_keeper, around, told.append, lost)
+
+    first, second = kept("policy_trainer"), kept("drafter_trainer")
+    beside = asyncio.create_task(second.run())
+    with pytest.raises(Unavailable, match="policy_trainer is lost"):
+        await first.run()
+    beside.cancel()
+    await asyncio.gather(beside, return_exceptions=True)
+    for one in (first, second):
+        await one.stop(20.0)  # the keeper has no `stop` that could be asked
+    assert len(killed) == 2
+    assert [one.detail for one in told] == ["its node is lost: it ends there by itself"] * 2

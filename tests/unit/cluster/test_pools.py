@@ -82,3 +82,20 @@ def test_of_a_learners_own_slots_those_on_other_hosts_are_there() -> None:
     assert (other.services, other.asks) == (("rank_host_1",), {CPU: 2.0})
     with pytest.raises(ConfigError, match=r"seen: 2, hosts=\[1, 2\]; allowed: at least 3"):
         pools(*apart, "coordinator.learner_slots=2")
+
+
+def test_engine_workers_on_other_hosts_have_pools_of_their_own() -> None:
+    own = "gateway.engine.workers=0", "coordinator.slots_per_worker=2"
+    _, rollout, first, second = asked = pools(*own, "gateway.engine.hosts=[2,1,3]")
+    assert (rollout.services, rollout.asks) == (("gateway", *TRAINERS), {CPU: 4.0})
+    assert (first.name, first.services, first.asks) == ("rollout_1", ("worker_host_1",), {CPU: 2.0})
+    assert (second.name, second.services) == ("rollout_2", ("worker_host_2",))
+    assert second.bundles == ({CPU: 2.0},) * 3
+    check_room(asked, [{CPU: 6.0}, {CPU: 4.0}, {CPU: 2.0}])
+    with pytest.raises(ConfigError, match=r"seen: 12 CPU, 6 of them on one node"):
+        check_room(asked, [{CPU: 5.0}, {CPU: 5.0}, {CPU: 5.0}])
+
+
+def test_hosts_of_engine_workers_that_do_not_fit_their_number_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.engine\.hosts.*allowed: at most 2 workers"):
+        pools("gateway.engine.workers=3", "gateway.engine.hosts=[1,1]")

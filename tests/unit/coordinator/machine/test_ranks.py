@@ -74,3 +74,11 @@ def test_ranks_that_no_step_would_be_trained_by_are_refused() -> None:
     against = objection(state, WANT)
     assert against is not None
     assert against.message == "no step is left to train"
+
+
+def test_slots_of_other_hosts_are_none_of_the_trainers() -> None:
+    state = rolled_out(replace(TWO, workers=3, elsewhere=0b110, slots_per_worker=2))
+    assert objection(state, events.RanksRequested(2, 2)) is None
+    against = objection(state, events.RanksRequested(2, 3))
+    assert against is not None
+    assert against.allowed.startswith("1 to 2;")

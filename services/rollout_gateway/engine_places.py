@@ -1,0 +1,30 @@
+"""Counts the places for engine workers, and says which settings of them do not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.errors import ConfigError
+
+
+def number_of_places(first: int, most_workers: int, hosts: Sequence[int], replicas: int) -> int:
+    """Engine workers that there may be, where there are `first` at the start.
+
+    Raises ConfigError for fewer than these, for others than there are places on hosts, and for
+    places without a worker or on other hosts where several processes share the workers.
+    """
+    there = sum(hosts)
+    most = most_workers or there or first
+    if hosts and (most != there or first > most or replicas > 1):
+        raise ConfigError(
+            "gateway.engine.hosts",
+            seen=f"{list(hosts)}, workers={first}, most_workers={most}, replicas={replicas}",
+            allowed=f"at most {there} workers, most_workers 0 or {there}, 1 replica",
+        )
+    if most < first or (most > first and replicas > 1):
+        raise ConfigError(
+            "gateway.engine.most_workers",
+            seen=f"{most}, of {first} workers and {replicas} replicas",
+            allowed=f"0 or {first}" if replicas > 1 else f"0, or at least {first}",
+        )
+    return most

@@ -1,0 +1,150 @@
+"""Holds engine workers on a host that is not their gateway's: joins the gateway, and does what it
+is told. When the stream ends, so do the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config import SecurityConfig
+from paceline.errors import ConfigError, PacelineError
+from paceline.rpc.hosts import JoinedHost
+from paceline.services.rollout_gateway.background import cancel
+from paceline.services.rollout_gateway.engines.worker.ring import RowArray
+from paceline.services.rollout_gateway.workers.local import LocalWorker, LocalWorkers
+from paceline.services.rollout_gateway.workers.parts import JoinedParts, parts
+from paceline.v1 import engine_pb2
+from paceline.v1 import workers_pb2 as pb
+from paceline.v1.workers_pb2_grpc import WorkerHostServiceStub
+
+ROWS_WAIT_BYTES = 64 << 20
+"""What may wait for the network before hidden rows are dropped: tokens never are."""
+_Service = JoinedHost[pb.HoldWorkersRequest, pb.HoldWorkersResponse]
+
+
+class HeldWorker:
+    """One life of a worker here, started and ended by its gateway elsewhere."""
+
+    def __init__(self, life: int, worker: LocalWorker, gateway: _Service) -> None:
+        self._life = life
+        self._worker = worker
+        self._gateway = gateway
+        self._command = JoinedParts()
+        self._rows_dropped = 0
+        self._starting: asyncio.Task[None] | None = None
+
+    def begin(self, deadline_s: float, tasks: asyncio.TaskGroup) -> None:
+        """Starts it in the group, and tells what becomes of it."""
+        self._worker.ended.add_done_callback(lambda ended: self._say_end(ended.result()))
+        self._starting = tasks.create_task(self._start(deadline_s))
+
+    async def _start(self, deadline_s: float) -> None:
+        try:
+            await self._worker.start(self._pass_on, deadline_s)
+        except (PacelineError, OSError) as error:
+            self._say_end(f"does not start: {error}")
+            return
+        started = pb.WorkerStarted(life=self._life, pid=self._worker.pid)
+        self._gateway.say(pb.HoldWorkersRequest(started=started))
+
+    def obey(self, command: pb.WorkerPart) -> None:
+        """Passes a command on with its last part."""
+        if (whole := self._command.add(command)) is not None:
+            self._worker.send(whole)
+
+    def expect_end(self) -> None:
+        """Its silence means nothing from now on."""
+        self._worker.expect_end()
+
+    async def close(self) -> None:
+        """Ends it."""
+        await cancel(self._starting)
+        await self._worker.close()
+        if not self._worker.ended.done():
+            self._worker.ended.set_result("was ended")
+
+    def _pass_on(self, event: engine_pb2.WorkerEvent, rows: RowArray | None) -> None:
+        if rows is not None and len(rows):
+            if self._gateway.waiting_bytes > ROWS_WAIT_BYTES:
+                self._rows_dropped += len(rows)
+            else:
+                for part in parts(self._life, rows.tobytes()):
+                    self._gateway.say(pb.HoldWorkersRequest(rows=part))
+        for counts in ("tokens", "health"):
+            if event.HasField(counts):
+                getattr(event, counts).rows_dropped += self._rows_dropped
+        for part in parts(self._life, event.SerializeToString()):
+            self._gateway.say(pb.HoldWorkersRequest(event=part))
+
+    def _say_end(self, reason: str) -> None:
+        ended = pb.WorkerEnded(life=self._life, reason=reason)
+        self._gateway.say(pb.HoldWorkersRequest(ended=ended))
+
+
+class WorkerHost:
+    """The engine workers of one host."""
+
+    def __init__(
+        self, local: LocalWorkers, host: int, first: int, spool: Path, same: Mapping[str, str]
+    ) -> None:
+        """`first`: index of this host's first worker among those of the gateway; `spool`: of the
+        gateway, whose weights they load.
+        """
+        self._spool = spool
+        self._local = local
+        self._first = first
+        self._joined = pb.HoldWorkersRequest(joined=pb.WorkerHostJoined(host=host, same=same))
+        self._gateway: _Service = JoinedHost(
+            lambda peer: WorkerHostServiceStub(peer).HoldWorkers(),  # type: ignore[no-untyped-call]
+            "engine workers",
+        )
+        self._held: dict[int, HeldWorker] = {}  # by life
+
+    async def hold(self, address: str, security: SecurityConfig, connect_s: float) -> None:
+        """Joins the gateway there and holds workers for it until it is gone; raises why. Afterwards
+        no worker is left.
+        """
+        await self._gateway.hold(
+            self._joined, address, security, connect_s, self._obey, self._end_all
+        )
+
+    async def close(self) -> None:
+        """Ends what workers are forked from."""
+        await self._local.close()
+
+    async def _obey(self, order: pb.HoldWorkersResponse, tasks: asyncio.TaskGroup) -> None:
+        kind = order.WhichOneof("order")
+        if kind == "start":
+            self._start(order.start, tasks)
+            return
+        told: Any = getattr(order, kind) if kind else None
+        found = self._held.get(getattr(told, "life", 0))
+        if found is None:
+            return
+        if kind == "command":
+            found.obey(told)
+        elif kind == "expect_end":
+            found.expect_end()
+        else:
+            del self._held[told.life]
+            tasks.create_task(found.close())
+
+    def _start(self, start: pb.StartWorker, tasks: asyncio.TaskGroup) -> None:
+        """What goes wrong ends no other worker here."""
+        try:
+            if not self._spool.is_dir():
+                raise ConfigError("its host does not have the gateway's spool", seen=self._spool)
+            worker = self._local.make(start.worker_index, start.worker_index - self._first)
+        except (PacelineError, OSError) as error:
+            ended = pb.WorkerEnded(life=start.life, reason=f"does not start: {error}")
+            self._gateway.say(pb.HoldWorkersRequest(ended=ended))
+            return
+        held = self._held[start.life] = HeldWorker(start.life, worker, self._gateway)
+        held.begin(start.deadline_s, tasks)
+
+    async def _end_all(self) -> None:
+        held, self._held = list(self._held.values()), {}
+        await asyncio.gather(*(one.close() for one in held))
