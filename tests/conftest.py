@@ -147,6 +147,12 @@ def own_forkserver(forkserver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORKSERVER_VARIABLE, raising=False)
 
 
+@pytest.fixture
+def no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator whose run is over waits hardly for who still reads its state."""
+    monkeypatch.setattr("paceline.services.coordinator.server.FINISH_GRACE_S", 0.2)
+
+
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for the whole session; tests keep apart by their run prefix."""

@@ -30,6 +30,8 @@ class Activate:
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
     round_costs: list[RoundCosts] = field(default_factory=list)
+    # tokens of a drafted round, by arm, in the last rollouts
+    accept_lengths: dict[str, float] = field(default_factory=dict)
     # leased; rank i of the members computes on slot i
     slots: list[int] = field(default_factory=lambda: [0])
 

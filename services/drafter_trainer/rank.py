@@ -193,6 +193,8 @@ class Rank:
                     return
                 case "snapshot":
                     learner.snapshot()
+                case "again":
+                    learner.begin_again()
                 case "save":
                     self.save()
                 case "join":

@@ -93,6 +93,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             max_steps=request.max_steps,
             traceparent=inject().get("traceparent", ""),
             round_costs=[from_message(m.RoundCosts, one) for one in request.round_costs],
+            accept_lengths=dict(request.accept_lengths),
             slots=slots,
         )
         lease = await self._ranks.begin(command, request.deadline_s)

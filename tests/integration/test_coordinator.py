@@ -61,12 +61,7 @@ from paceline.v1 import rollout_pb2
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
 
 
 async def test_a_run_trains_policy_and_drafter_and_reports_every_step(

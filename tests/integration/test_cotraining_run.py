@@ -1,5 +1,6 @@
 """The whole loop: a drafter that begins with nothing learns in the rollouts' idle time, is promoted
-and drafts what the policy accepts. Each trained kind in a run of its own.
+and drafts what the policy accepts. Each trained kind in a run of its own, all but one with a time
+of its own to learn in.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = {"dflash": 14}
-"""Of kinds that learn more slowly from few rows: a busy machine leaves the drafter five optimiser
-steps in each.
+HARVESTED, STEPS = "eagle", 8
+"""Of the kind that learns in idle time alone: a busy machine leaves it five optimiser steps in
+each.
 """
-OTHERS = 8  # of the others
+SERIAL = (4, "coordinator.drafter_schedule=serial", "coordinator.max_drafter_steps=60")
+"""Steps of the others, and what has them learn as much of a step on any machine."""
 TRAINED = [kind for kind in SPECULATORS.values() if kind.trained]
 
 
@@ -37,8 +39,8 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
         "coordinator.evaluation.heldout_prompts=16",
         "coordinator.evaluation.probe_prompts=32",
     )
-    count = STEPS.get(kind.name, OTHERS)
-    process = demo(tmp_path, "--steps", str(count), *from_nothing)
+    count, *learns = (STEPS,) if kind.name == HARVESTED else SERIAL
+    process = demo(tmp_path, "--steps", str(count), *from_nothing, *learns)
     output, _ = process.communicate(timeout=patient(600))
     assert process.returncode == 0, output
     run = tmp_path / "demo-0-1"

@@ -25,18 +25,12 @@ from paceline.cli.pause import resume_run
 from paceline.cli.workers import add_workers, drain_workers
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.rpc import rpc_errors
-from paceline.services.coordinator import server
 from paceline.services.coordinator.server import serve
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("no_late_readers")]
 NO_DRAFTER = {"drafter_enabled": False}
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
 
 
 def adding(count: int) -> Work:

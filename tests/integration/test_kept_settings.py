@@ -17,11 +17,10 @@ from integration.coordinator_world import (
 )
 
 from paceline.errors import ConfigError
-from paceline.services.coordinator import server
 from paceline.services.coordinator.machine.settings import KEPT
 from paceline.services.coordinator.server import serve
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
 
 OTHERS = {
     "coordinator.schedule": ("one_step_off", "sync"),
@@ -43,11 +42,6 @@ TOGETHER = (
     ("coordinator.dynamic_sampling_rounds",),
 )
 WORKERS, TASKS = "gateway.engine.most_workers", "coordinator.tasks_path"
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
 
 
 async def test_a_run_is_not_taken_up_with_other_settings_than_its_state_is_counted_in(

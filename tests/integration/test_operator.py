@@ -30,17 +30,11 @@ from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, PacelineError, Unavailable
 from paceline.local.ports import free_port
-from paceline.services.coordinator import server
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.server import serve
 from paceline.v1 import coordinator_pb2 as pb
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
 
 
 async def said(config: CoordinatorConfig, request: Request) -> list[str]:

@@ -34,12 +34,7 @@ from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import rollout_pb2
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
 
 
 class Told(io.StringIO):

@@ -16,17 +16,11 @@ from integration.coordinator_world import (
 )
 
 from paceline.report.journal import copy_journal, read_history
-from paceline.services.coordinator import server
 from paceline.streams import connect
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, PAUSE_MODE_RETRACT
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers")]
 ARM = "arm=eagle:3_1_4"
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
 
 
 async def test_paths_go_to_the_gateway_at_once_and_before_every_rollout_and_are_recorded(

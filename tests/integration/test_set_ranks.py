@@ -25,17 +25,11 @@ from integration.test_pause import Work, asked, told
 from paceline.cli.ranks import set_ranks
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.rpc import rpc_errors
-from paceline.services.coordinator import server
 from paceline.services.coordinator.server import serve
 from paceline.v1 import coordinator_pb2 as pb
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("no_late_readers")]
 ALONE = {"drafter_enabled": False}
-
-
-@pytest.fixture(autouse=True)
-def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
 
 
 def on_ranks(count: int) -> Work:

@@ -11,7 +11,7 @@ from demo_runs import SMALL, demo, left_over
 from paceline.local.patience import patient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
-STEPS = 3
+STEPS = 2
 LEARNING = (
     "gateway.features.share=1.0",
     "coordinator.drafter_schedule=serial",

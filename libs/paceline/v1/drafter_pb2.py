@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"\xce\x01\n\x0f\x41\x63tivateRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12)\n\x08versions\x18\x04 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x11\n\tmax_steps\x18\x05 \x01(\r\x12,\n\x0bround_costs\x18\x06 \x03(\x0b\x32\x17.paceline.v1.RoundCosts\"\xa0\x01\n\nRoundCosts\x12\x13\n\x0b\x62\x61tch_group\x18\x01 \x01(\r\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x31\n\x05\x63osts\x18\x03 \x03(\x0b\x32\".paceline.v1.RoundCosts.CostsEntry\x12\r\n\x05rival\x18\x04 \x01(\x01\x1a,\n\nCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"J\n\x0bJoinRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\"2\n\x0cJoinResponse\x12\x0e\n\x06join_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\x9e\x01\n\x10\x41\x63tivateResponse\x12+\n\tactivated\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ActivatedH\x00\x12)\n\x04gate\x18\x02 \x01(\x0b\x32\x19.paceline.v1.GateDecisionH\x00\x12)\n\x08\x64\x65tached\x18\x03 \x01(\x0b\x32\x15.paceline.v1.DetachedH\x00\x42\x07\n\x05\x65vent\"1\n\tActivated\x12\x10\n\x08\x61ttach_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\xd5\x04\n\x0cGateDecision\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x10\n\x08promoted\x18\x02 \x01(\x08\x12\x1f\n\x17\x63\x61ndidate_accept_length\x18\x03 \x01(\x01\x12\x1d\n\x15serving_accept_length\x18\x04 \x01(\x01\x12\r\n\x05noise\x18\x05 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x11\n\tpositions\x18\x07 \x01(\x04\x12\x17\n\x0foptimizer_steps\x18\x08 \x01(\x04\x12\x10\n\x08\x64\x65\x63ision\x18\t \x01(\t\x12\x0c\n\x04kind\x18\n \x01(\t\x12\x19\n\x11\x63\x61ndidate_speedup\x18\x0b \x01(\x01\x12\x17\n\x0fserving_speedup\x18\x0c \x01(\x01\x12\x15\n\rspeedup_noise\x18\r \x01(\x01\x12\x16\n\x0e\x63osts_measured\x18\x0e \x01(\x08\x12\x13\n\x0btemperature\x18\x0f \x01(\x01\x12\x10\n\x08survival\x18\x10 \x03(\x01\x12\x13\n\x0b\x63onditional\x18\x11 \x03(\x01\x12\x18\n\x10serving_survival\x18\x12 \x03(\x01\x12I\n\x11lengths_by_bucket\x18\x13 \x03(\x0b\x32..paceline.v1.GateDecision.LengthsByBucketEntry\x12+\n\x0bleaderboard\x18\x14 \x03(\x0b\x32\x16.paceline.v1.Contender\x1a\x36\n\x14LengthsByBucketEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x93\x01\n\tContender\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x15\n\raccept_length\x18\x02 \x01(\x01\x12\r\n\x05noise\x18\x03 \x01(\x01\x12\x0f\n\x07speedup\x18\x04 \x01(\x01\x12\x17\n\x0foptimizer_steps\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x10\n\x08servable\x18\x07 \x01(\x08\"\xfe\x01\n\x08\x44\x65tached\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x15\n\rmicro_batches\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x13\n\x0btotal_steps\x18\x07 \x01(\x04\x12\x33\n\x07\x64ropped\x18\x08 \x03(\x0b\x32\".paceline.v1.Detached.DroppedEntry\x12\x14\n\x0c\x66irst_step_s\x18\t \x01(\x01\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\x0ePreemptRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\">\n\x0fPreemptResponse\x12\x17\n\x0fstopped_after_s\x18\x01 \x01(\x01\x12\x12\n\nwas_active\x18\x02 \x01(\x08\"\x19\n\x17GetDrafterStatusRequest\"\x9c\x03\n\x18GetDrafterStatusResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x04\x12\x16\n\x0e\x62uffer_samples\x18\x04 \x01(\r\x12\x14\n\x0c\x62uffer_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x61\x63tive_epoch\x18\x06 \x01(\x04\x12\x16\n\x0elm_head_hashes\x18\x07 \x03(\t\x12\x11\n\trank_pids\x18\x08 \x03(\r\x12\x17\n\x0fserving_version\x18\t \x01(\x04\x12\x0e\n\x06\x66rozen\x18\n \x01(\x08\x12+\n\x0bleaderboard\x18\x0b \x03(\x0b\x32\x16.paceline.v1.Contender\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\x15\n\rpreempt_p50_s\x18\r \x01(\x01\x12\x15\n\rpreempt_p99_s\x18\x0e \x01(\x01\x12\x18\n\x10\x63heckpoint_steps\x18\x0f \x01(\x04\x12\x1a\n\x12\x63heckpoint_stall_s\x18\x10 \x01(\x01\"L\n\x1cSaveDrafterCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\"B\n\x1dSaveDrafterCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x32\xaf\x03\n\x0e\x44rafterService\x12I\n\x08\x41\x63tivate\x12\x1c.paceline.v1.ActivateRequest\x1a\x1d.paceline.v1.ActivateResponse0\x01\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse\x12\x44\n\x07Preempt\x12\x1b.paceline.v1.PreemptRequest\x1a\x1c.paceline.v1.PreemptResponse\x12_\n\x10GetDrafterStatus\x12$.paceline.v1.GetDrafterStatusRequest\x1a%.paceline.v1.GetDrafterStatusResponse\x12n\n\x15SaveDrafterCheckpoint\x12).paceline.v1.SaveDrafterCheckpointRequest\x1a*.paceline.v1.SaveDrafterCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/drafter.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/trajectory.proto\"\xcd\x02\n\x0f\x41\x63tivateRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12)\n\x08versions\x18\x04 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12\x11\n\tmax_steps\x18\x05 \x01(\r\x12,\n\x0bround_costs\x18\x06 \x03(\x0b\x32\x17.paceline.v1.RoundCosts\x12G\n\x0e\x61\x63\x63\x65pt_lengths\x18\x07 \x03(\x0b\x32/.paceline.v1.ActivateRequest.AcceptLengthsEntry\x1a\x34\n\x12\x41\x63\x63\x65ptLengthsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa0\x01\n\nRoundCosts\x12\x13\n\x0b\x62\x61tch_group\x18\x01 \x01(\r\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x31\n\x05\x63osts\x18\x03 \x03(\x0b\x32\".paceline.v1.RoundCosts.CostsEntry\x12\r\n\x05rival\x18\x04 \x01(\x01\x1a,\n\nCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"J\n\x0bJoinRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\r\n\x05slots\x18\x02 \x03(\r\"2\n\x0cJoinResponse\x12\x0e\n\x06join_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\x9e\x01\n\x10\x41\x63tivateResponse\x12+\n\tactivated\x18\x01 \x01(\x0b\x32\x16.paceline.v1.ActivatedH\x00\x12)\n\x04gate\x18\x02 \x01(\x0b\x32\x19.paceline.v1.GateDecisionH\x00\x12)\n\x08\x64\x65tached\x18\x03 \x01(\x0b\x32\x15.paceline.v1.DetachedH\x00\x42\x07\n\x05\x65vent\"1\n\tActivated\x12\x10\n\x08\x61ttach_s\x18\x01 \x01(\x01\x12\x12\n\nworld_size\x18\x02 \x01(\r\"\xd5\x04\n\x0cGateDecision\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x10\n\x08promoted\x18\x02 \x01(\x08\x12\x1f\n\x17\x63\x61ndidate_accept_length\x18\x03 \x01(\x01\x12\x1d\n\x15serving_accept_length\x18\x04 \x01(\x01\x12\r\n\x05noise\x18\x05 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x11\n\tpositions\x18\x07 \x01(\x04\x12\x17\n\x0foptimizer_steps\x18\x08 \x01(\x04\x12\x10\n\x08\x64\x65\x63ision\x18\t \x01(\t\x12\x0c\n\x04kind\x18\n \x01(\t\x12\x19\n\x11\x63\x61ndidate_speedup\x18\x0b \x01(\x01\x12\x17\n\x0fserving_speedup\x18\x0c \x01(\x01\x12\x15\n\rspeedup_noise\x18\r \x01(\x01\x12\x16\n\x0e\x63osts_measured\x18\x0e \x01(\x08\x12\x13\n\x0btemperature\x18\x0f \x01(\x01\x12\x10\n\x08survival\x18\x10 \x03(\x01\x12\x13\n\x0b\x63onditional\x18\x11 \x03(\x01\x12\x18\n\x10serving_survival\x18\x12 \x03(\x01\x12I\n\x11lengths_by_bucket\x18\x13 \x03(\x0b\x32..paceline.v1.GateDecision.LengthsByBucketEntry\x12+\n\x0bleaderboard\x18\x14 \x03(\x0b\x32\x16.paceline.v1.Contender\x1a\x36\n\x14LengthsByBucketEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x93\x01\n\tContender\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x15\n\raccept_length\x18\x02 \x01(\x01\x12\r\n\x05noise\x18\x03 \x01(\x01\x12\x0f\n\x07speedup\x18\x04 \x01(\x01\x12\x17\n\x0foptimizer_steps\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x10\n\x08servable\x18\x07 \x01(\x08\"\xfe\x01\n\x08\x44\x65tached\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x15\n\rmicro_batches\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\x06 \x01(\x01\x12\x13\n\x0btotal_steps\x18\x07 \x01(\x04\x12\x33\n\x07\x64ropped\x18\x08 \x03(\x0b\x32\".paceline.v1.Detached.DroppedEntry\x12\x14\n\x0c\x66irst_step_s\x18\t \x01(\x01\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\x0ePreemptRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\">\n\x0fPreemptResponse\x12\x17\n\x0fstopped_after_s\x18\x01 \x01(\x01\x12\x12\n\nwas_active\x18\x02 \x01(\x08\"\x19\n\x17GetDrafterStatusRequest\"\x9c\x03\n\x18GetDrafterStatusResponse\x12\x17\n\x0f\x64rafter_version\x18\x01 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x04\x12\x16\n\x0e\x62uffer_samples\x18\x04 \x01(\r\x12\x14\n\x0c\x62uffer_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x61\x63tive_epoch\x18\x06 \x01(\x04\x12\x16\n\x0elm_head_hashes\x18\x07 \x03(\t\x12\x11\n\trank_pids\x18\x08 \x03(\r\x12\x17\n\x0fserving_version\x18\t \x01(\x04\x12\x0e\n\x06\x66rozen\x18\n \x01(\x08\x12+\n\x0bleaderboard\x18\x0b \x03(\x0b\x32\x16.paceline.v1.Contender\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\x15\n\rpreempt_p50_s\x18\r \x01(\x01\x12\x15\n\rpreempt_p99_s\x18\x0e \x01(\x01\x12\x18\n\x10\x63heckpoint_steps\x18\x0f \x01(\x04\x12\x1a\n\x12\x63heckpoint_stall_s\x18\x10 \x01(\x01\"L\n\x1cSaveDrafterCheckpointRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\"B\n\x1dSaveDrafterCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x32\xaf\x03\n\x0e\x44rafterService\x12I\n\x08\x41\x63tivate\x12\x1c.paceline.v1.ActivateRequest\x1a\x1d.paceline.v1.ActivateResponse0\x01\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse\x12\x44\n\x07Preempt\x12\x1b.paceline.v1.PreemptRequest\x1a\x1c.paceline.v1.PreemptResponse\x12_\n\x10GetDrafterStatus\x12$.paceline.v1.GetDrafterStatusRequest\x1a%.paceline.v1.GetDrafterStatusResponse\x12n\n\x15SaveDrafterCheckpoint\x12).paceline.v1.SaveDrafterCheckpointRequest\x1a*.paceline.v1.SaveDrafterCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.drafter_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ACTIVATEREQUEST_ACCEPTLENGTHSENTRY']._loaded_options = None
+  _globals['_ACTIVATEREQUEST_ACCEPTLENGTHSENTRY']._serialized_options = b'8\001'
   _globals['_ROUNDCOSTS_COSTSENTRY']._loaded_options = None
   _globals['_ROUNDCOSTS_COSTSENTRY']._serialized_options = b'8\001'
   _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._loaded_options = None
@@ -39,41 +41,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETACHED_DROPPEDENTRY']._loaded_options = None
   _globals['_DETACHED_DROPPEDENTRY']._serialized_options = b'8\001'
   _globals['_ACTIVATEREQUEST']._serialized_start=73
-  _globals['_ACTIVATEREQUEST']._serialized_end=279
-  _globals['_ROUNDCOSTS']._serialized_start=282
-  _globals['_ROUNDCOSTS']._serialized_end=442
-  _globals['_ROUNDCOSTS_COSTSENTRY']._serialized_start=398
-  _globals['_ROUNDCOSTS_COSTSENTRY']._serialized_end=442
-  _globals['_JOINREQUEST']._serialized_start=444
-  _globals['_JOINREQUEST']._serialized_end=518
-  _globals['_JOINRESPONSE']._serialized_start=520
-  _globals['_JOINRESPONSE']._serialized_end=570
-  _globals['_ACTIVATERESPONSE']._serialized_start=573
-  _globals['_ACTIVATERESPONSE']._serialized_end=731
-  _globals['_ACTIVATED']._serialized_start=733
-  _globals['_ACTIVATED']._serialized_end=782
-  _globals['_GATEDECISION']._serialized_start=785
-  _globals['_GATEDECISION']._serialized_end=1382
-  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_start=1328
-  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_end=1382
-  _globals['_CONTENDER']._serialized_start=1385
-  _globals['_CONTENDER']._serialized_end=1532
-  _globals['_DETACHED']._serialized_start=1535
-  _globals['_DETACHED']._serialized_end=1789
-  _globals['_DETACHED_DROPPEDENTRY']._serialized_start=1743
-  _globals['_DETACHED_DROPPEDENTRY']._serialized_end=1789
-  _globals['_PREEMPTREQUEST']._serialized_start=1791
-  _globals['_PREEMPTREQUEST']._serialized_end=1853
-  _globals['_PREEMPTRESPONSE']._serialized_start=1855
-  _globals['_PREEMPTRESPONSE']._serialized_end=1917
-  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_start=1919
-  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_end=1944
-  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_start=1947
-  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_end=2359
-  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_start=2361
-  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_end=2437
-  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_start=2439
-  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_end=2505
-  _globals['_DRAFTERSERVICE']._serialized_start=2508
-  _globals['_DRAFTERSERVICE']._serialized_end=2939
+  _globals['_ACTIVATEREQUEST']._serialized_end=406
+  _globals['_ACTIVATEREQUEST_ACCEPTLENGTHSENTRY']._serialized_start=354
+  _globals['_ACTIVATEREQUEST_ACCEPTLENGTHSENTRY']._serialized_end=406
+  _globals['_ROUNDCOSTS']._serialized_start=409
+  _globals['_ROUNDCOSTS']._serialized_end=569
+  _globals['_ROUNDCOSTS_COSTSENTRY']._serialized_start=525
+  _globals['_ROUNDCOSTS_COSTSENTRY']._serialized_end=569
+  _globals['_JOINREQUEST']._serialized_start=571
+  _globals['_JOINREQUEST']._serialized_end=645
+  _globals['_JOINRESPONSE']._serialized_start=647
+  _globals['_JOINRESPONSE']._serialized_end=697
+  _globals['_ACTIVATERESPONSE']._serialized_start=700
+  _globals['_ACTIVATERESPONSE']._serialized_end=858
+  _globals['_ACTIVATED']._serialized_start=860
+  _globals['_ACTIVATED']._serialized_end=909
+  _globals['_GATEDECISION']._serialized_start=912
+  _globals['_GATEDECISION']._serialized_end=1509
+  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_start=1455
+  _globals['_GATEDECISION_LENGTHSBYBUCKETENTRY']._serialized_end=1509
+  _globals['_CONTENDER']._serialized_start=1512
+  _globals['_CONTENDER']._serialized_end=1659
+  _globals['_DETACHED']._serialized_start=1662
+  _globals['_DETACHED']._serialized_end=1916
+  _globals['_DETACHED_DROPPEDENTRY']._serialized_start=1870
+  _globals['_DETACHED_DROPPEDENTRY']._serialized_end=1916
+  _globals['_PREEMPTREQUEST']._serialized_start=1918
+  _globals['_PREEMPTREQUEST']._serialized_end=1980
+  _globals['_PREEMPTRESPONSE']._serialized_start=1982
+  _globals['_PREEMPTRESPONSE']._serialized_end=2044
+  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_start=2046
+  _globals['_GETDRAFTERSTATUSREQUEST']._serialized_end=2071
+  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_start=2074
+  _globals['_GETDRAFTERSTATUSRESPONSE']._serialized_end=2486
+  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_start=2488
+  _globals['_SAVEDRAFTERCHECKPOINTREQUEST']._serialized_end=2564
+  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_start=2566
+  _globals['_SAVEDRAFTERCHECKPOINTRESPONSE']._serialized_end=2632
+  _globals['_DRAFTERSERVICE']._serialized_start=2635
+  _globals['_DRAFTERSERVICE']._serialized_end=3066
 # @@protoc_insertion_point(module_scope)

@@ -8,20 +8,29 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ActivateRequest(_message.Message):
-    __slots__ = ("context", "slots", "deadline_s", "versions", "max_steps", "round_costs")
+    __slots__ = ("context", "slots", "deadline_s", "versions", "max_steps", "round_costs", "accept_lengths")
+    class AcceptLengthsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
     ROUND_COSTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     slots: _containers.RepeatedScalarFieldContainer[int]
     deadline_s: float
     versions: _trajectory_pb2.VersionSet
     max_steps: int
     round_costs: _containers.RepeatedCompositeFieldContainer[RoundCosts]
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ..., round_costs: _Optional[_Iterable[_Union[RoundCosts, _Mapping]]] = ...) -> None: ...
+    accept_lengths: _containers.ScalarMap[str, float]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ..., round_costs: _Optional[_Iterable[_Union[RoundCosts, _Mapping]]] = ..., accept_lengths: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RoundCosts(_message.Message):
     __slots__ = ("batch_group", "share", "costs", "rival")

@@ -66,6 +66,7 @@ class Calls:
     state: Callable[[], State]
     samples: dict[int, FinishedSamples] = field(default_factory=dict)  # of steps rolled out
     round_costs: list[RoundCosts] = field(default_factory=list)  # of the last rollouts
+    accept_lengths: dict[str, float] = field(default_factory=dict)  # of them, by arm
     absent: dict[Service, Absence] = field(default_factory=dict)
     handing_over: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots change hands: the gateway hears of their leases in the order of epochs."""

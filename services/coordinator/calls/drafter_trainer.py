@@ -39,6 +39,7 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         versions=versions_to_proto(command.versions),
         max_steps=calls.config.max_drafter_steps,
         round_costs=calls.round_costs,
+        accept_lengths=calls.accept_lengths,
     )
     with calls.reported(
         Service.DRAFTER_TRAINER,

@@ -23,6 +23,8 @@ from paceline.v1.trajectory_pb2 import SpeculationStats
 
 UNTRAINED = {"", *(name for name, kind in SPECULATORS.items() if not kind.trained)}
 """Speculators without weights; empty: of arm "off"."""
+LEAST_ROUNDS = 64
+"""Of an arm, that say its acceptance length to some percent."""
 
 
 class FinishedSamples:
@@ -112,6 +114,16 @@ def _figure(value: Any) -> Figure:
 def accept_length(stats: SpeculationStats) -> float:
     """Mean tokens of a drafted round, bonus token included; 0 when nothing was drafted."""
     return stats.drafted_round_tokens / stats.drafted_rounds if stats.drafted_rounds else 0.0
+
+
+def accept_lengths(stats: SpeculationStats) -> dict[str, float]:
+    """The same of each arm of a trained drafter, where enough rounds say it."""
+    tokens = stats.arm_round_tokens
+    return {
+        arm: tokens[arm] / rounds
+        for arm, rounds in sorted(stats.arm_drafted_rounds.items())
+        if rounds >= LEAST_ROUNDS and speculator_of(arm) not in UNTRAINED
+    }
 
 
 def arm_figures(stats: SpeculationStats) -> dict[str, dict[str, float | int]]:

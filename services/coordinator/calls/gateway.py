@@ -21,6 +21,7 @@ from paceline.services.coordinator.calls.checkpoints import keep_if_best
 from paceline.services.coordinator.calls.figures import (
     FinishedSamples,
     accept_length,
+    accept_lengths,
     pulls,
     rollout_figures,
     round_costs,
@@ -129,6 +130,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
                     figures = rollout_figures(samples.ordered, answer, above)
                     calls.samples.pop(command.step, None)
                     calls.round_costs = round_costs(answer.arms)
+                    calls.accept_lengths = accept_lengths(answer.speculation)
                     equal = sum(
                         1 << places[group.group_id]
                         for group in answer.closed_groups

@@ -15,7 +15,7 @@ from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.gate.comparison import Judgement, MeasuredCosts
 from paceline.services.drafter_trainer.gate.decisions import judged, log_decision, reopened
 from paceline.services.drafter_trainer.gate.evaluate import GateJob
-from paceline.services.drafter_trainer.gate.fall import ServedLength
+from paceline.services.drafter_trainer.gate.fall import Hurry, ServedLength
 from paceline.services.drafter_trainer.gate.freeze import Freeze
 from paceline.services.drafter_trainer.gate.round import DrafterState, GateRound, judged_parts
 from paceline.services.drafter_trainer.learn import sharing
@@ -56,7 +56,7 @@ class PublishGate:
         self.costs = MeasuredCosts(config.gate)
         self.serving = DrafterState(0, students.primary.learner.snapshot())
         self._first = self.serving.net if self._warm_start else None
-        self._served = ServedLength()
+        self._served, self._hurry = ServedLength(), Hurry()
         self.next_version = max([0, *candidates.versions]) + 1
 
     @property
@@ -78,6 +78,7 @@ class PublishGate:
         """An activation begins; returns what was decided since the last one."""
         self.on_serving(command.drafter_version)
         self.costs.take(command.round_costs)
+        self._hurry.rolled_out(command.accept_lengths)
         self._handed_over = False
         untold, self._untold = self._untold, []
         return [replace(decision, epoch=command.epoch) for decision in untold]
@@ -91,6 +92,9 @@ class PublishGate:
             return self._enough(samples) and samples[-1].policy_version > self._checked_policy
         if self._handed_over:
             return False
+        fresh = self._fresh() if self._hurry.lasts else []
+        if self._enough(fresh) and self._hurry.due(fresh[-1].policy_version):
+            return True
         return (
             self._students.primary.learner.total_steps - self._last_judged_step
             >= self._settings.interval_steps
@@ -102,6 +106,7 @@ class PublishGate:
         samples = self._fresh()
         if not self._enough(samples):
             return
+        self._hurry.judged(samples[-1].policy_version)
         candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
         self._round = self._round_of(samples, candidates)
 
@@ -268,8 +273,9 @@ class PublishGate:
         )
         if promoted:
             decision = self._promote(drafter, decision)
-        # That a fresh drafter is not beaten yet is no reason to stop.
-        learning = not self.serving.version and not self._warm_start
+        # That a fresh drafter is not beaten yet is no reason to stop, nor that one is not which has
+        # just met new tasks.
+        learning = self._hurry.lasts or not (self.serving.version or self._warm_start)
         if not self._freeze.judged(
             judgements[number], head.policy_version, promoted=promoted or learning
         ):
@@ -309,6 +315,10 @@ class PublishGate:
         self._handed_over, self._on_its_way = True, drafter
         self.next_version = drafter.version + 1
         self._promoted = replace(decision, decision="promoted", path=path)
+        if drafter.net is self._first:  # its successor learns on from it, not from what was worse
+            primary = self._students.primary
+            sharing.announce("again", primary.learner.members, primary.index)
+            primary.learner.begin_again(self._first)
         return self._promoted
 
     def _check_drift(self, now: GateRound) -> list[m.Judged]:

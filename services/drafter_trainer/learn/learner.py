@@ -132,6 +132,19 @@ class DrafterLearner:
         move(self._whole, self._config, self._sharded, new, sizes, gradients=gradients)
         self._sharded, self.members, self._bound = new, members, None
 
+    def begin_again(self, start: DraftNet | None = None) -> None:
+        """Goes on from the weights of `start`, which rank 0 has, without moments or a partial
+        gradient; steps go on being counted. A collective of the members.
+        """
+        net = self._whole.twin()
+        if start is not None:
+            net.load_tensors(start.state_dict())
+        if self.members.size > 1:
+            for tensor in net.state_dict().values():
+                dist.broadcast(tensor, 0, group=self.members.group)
+        self._sharded = ShardedDrafter(net, self._config, self.members)
+        self._pending_rows, self._pending_positions, self._bound = 0, 0, None
+
     def offload(self) -> None:
         """Leaves the device; what was learned waits on the CPU, a partial gradient too."""
         if self._sharded is not None and self.members.device.type != "cpu":

@@ -117,6 +117,30 @@ def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner)
     writer.wait()
 
 
+def begins_again(out: Path) -> None:
+    """Two ranks learn, go on from the weights of a drafter that rank 0 has, and learn a step."""
+    dist.init_process_group("gloo")
+    membership, head = Membership("cpu"), toy_policy().policy_head()
+    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
+    learner = DrafterLearner(
+        EagleNet(TARGET, seed=1), config, micro_batches=ROWS, members=membership.members
+    )
+    assert membership.agreed(running=dist.get_rank() == 0)
+    learner.attach(membership.join(range(2)))
+    rows = [pack([sample(12, seed)], window=512) for seed in range(2 * ROWS)]
+    learn(learner, 2, rows[: ROWS + 2], head, then="again")
+    learner.begin_again(EagleNet(TARGET, seed=2) if dist.get_rank() == 0 else None)
+    begun = learner.snapshot().state_dict()
+    learn(learner, 2, rows[:ROWS], head, then="stop")
+    live = learner.state()["model"]
+    found = {f"begun.{name}": value for name, value in begun.items()}
+    found |= {f"learned.{name}": whole_of(value) for name, value in live.items()}
+    if dist.get_rank() == 0:
+        save_file(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main(out: Path, plan: list[list[tuple[int, int]]]) -> None:
     """`plan`: ranks and rows of each activation, and after those of the ranks that join it.
 

@@ -10,12 +10,14 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file
 from torch.nn import functional
 from unit.drafter_trainer import sharded_step
-from unit.drafter_trainer.samples import PROMPT, TARGET, toy_policy
+from unit.drafter_trainer.samples import PROMPT, TARGET, sample, toy_policy
 from unit.drafter_trainer.sharded_step import ROWS
 from whole_tensors import whole_of
 
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
+from paceline.services.drafter_trainer.learn.membership import on_cpu
+from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.eagle.net import EagleNet
 from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 
@@ -134,3 +136,23 @@ def test_a_checkpoint_of_three_ranks_is_read_by_one(
     for name, value in learner.snapshot().state_dict().items():
         assert torch.equal(value, three[f"first.{name}"])
         assert torch.equal(whole_of(loaded[name]["exp_avg"]), three[f"first.exp_avg.{name}"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_that_begin_again_step_as_a_drafter_that_begins_with_those_weights(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    run_ranks(sharded_step.begins_again, 2, tmp_path, out)
+    found = load_file(out)
+    start = EagleNet(TARGET, seed=2)
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    for name, value in before.items():
+        assert torch.equal(found[f"begun.{name}"], value), name
+    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
+    fresh = DrafterLearner(start, config, micro_batches=ROWS, members=on_cpu(1))
+    for seed in range(ROWS):
+        fresh.micro_step(pack([sample(12, seed)], window=512), toy_policy().policy_head())
+    for name, value in fresh.state()["model"].items():
+        moved = value - before[name]
+        assert relative(found[f"learned.{name}"] - before[name], moved) < 1e-3, name

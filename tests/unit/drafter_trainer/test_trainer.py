@@ -143,10 +143,19 @@ class Trainer:
         self.parent.on_judged = lambda: self.feed(batches)
 
     def run(
-        self, epoch: int, *, max_steps: int = 0, drafter: int = 0, until: str = ""
+        self,
+        epoch: int,
+        *,
+        max_steps: int = 0,
+        drafter: int = 0,
+        until: str = "",
+        accepted: float = 0.0,
     ) -> m.Stopped:
         self.parent.preempt_at = until
-        return self.trainer.run_activation(m.Activate(epoch, 0, drafter, max_steps))
+        lengths = {"eagle:5_1_6": accepted} if accepted else {}
+        return self.trainer.run_activation(
+            m.Activate(epoch, 0, drafter, max_steps, accept_lengths=lengths)
+        )
 
     def learn_at(self, lr: float) -> None:
         """Every student from now on."""
@@ -286,6 +295,24 @@ def test_a_round_of_the_gate_begins_every_so_many_steps(tmp_path: Path) -> None:
     trainer.learn_at(1e-12)
     trainer.run(1, max_steps=16)
     assert [one.optimizer_steps for one in trainer.judged("kept")] == [5, 10, 15]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_round_of_the_gate_begins_at_once_where_rollouts_accept_far_less(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 20})
+    trainer.feed(trained_rows())
+    trainer.feed_always(fresh_rows())
+    trainer.learn_at(1e-12)
+    trainer.run(1, max_steps=7, accepted=4.0)
+    assert not trainer.judged()
+    trainer.run(2, max_steps=3, accepted=2.5)
+    assert [one.optimizer_steps for one in trainer.judged("kept")] == [7]
+    trainer.run(3, max_steps=3, accepted=2.5)
+    assert len(trainer.judged()) == 1, "there are no rows of a newer policy"
+    trainer.rows.add_head(toy_policy().policy_head("ab" * 8, 1))
+    trainer.feed_always(fresh_rows(version=1, head="ab" * 8))
+    trainer.run(4, max_steps=3, accepted=2.5)
+    assert [one.policy_version for one in trainer.judged("kept")] == [0, 1]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -508,6 +535,7 @@ def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors
 
     trainer.rows.add_head(policy.policy_head("cd" * 8, 2))
     trainer.learn_at(1e-12)
+    taught = trainer.learner.total_steps
     trainer.parent.sent.clear()
     trainer.feed(trained_rows(version=2, head="cd" * 8))
     trainer.feed_always(fresh_rows(version=2, head="cd" * 8))
@@ -518,6 +546,10 @@ def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors
     again = read_drafter(trainer.candidates.path(back.drafter_version), TARGET)
     kept = first.state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in again.state_dict().items())
+    assert all(torch.equal(value, kept[name]) for name, value in trainer.weights().items())
+    assert trainer.learner.total_steps >= taught > 0, "steps are counted on"
+    trainer.run(8, max_steps=1, drafter=back.drafter_version)
+    assert not all(torch.equal(value, kept[name]) for name, value in trainer.weights().items())
 
 
 @pytest.mark.usefixtures("one_rank")

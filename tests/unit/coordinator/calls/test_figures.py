@@ -9,7 +9,9 @@ import pytest
 
 from paceline.services.coordinator.calls.drafter_trainer import gate_figures
 from paceline.services.coordinator.calls.figures import (
+    LEAST_ROUNDS,
     FinishedSamples,
+    accept_lengths,
     pulls,
     quantile,
     rollout_figures,
@@ -226,3 +228,11 @@ def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
     assert (figures["lengths_by_bucket"], figures["costs_measured"]) == ({"late": 1.5}, 1)
     event = GateDecided(1.0, 2, "kept", 3, figures)
     assert from_object(GateDecided, json.loads(json.dumps(to_object(event)))) == event
+
+
+def test_lengths_by_arm_are_those_of_trained_drafters_that_many_rounds_say() -> None:
+    rounds = {"eagle:5_1_6": LEAST_ROUNDS, "eagle:7_1_8": LEAST_ROUNDS - 1, "ngram:4_1_5": 500}
+    tokens = {"eagle:5_1_6": 4 * LEAST_ROUNDS, "eagle:7_1_8": 300, "ngram:4_1_5": 900}
+    stats = SpeculationStats(arm_drafted_rounds=rounds, arm_round_tokens=tokens)
+    assert accept_lengths(stats) == {"eagle:5_1_6": 4.0}
+    assert accept_lengths(SpeculationStats()) == {}

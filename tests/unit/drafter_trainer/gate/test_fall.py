@@ -1,8 +1,8 @@
-"""A fall of the serving drafter's length is one beyond the noise of both judgements."""
+"""When the serving drafter has fallen, by judgements and by rollouts, and what that hurries."""
 
 from __future__ import annotations
 
-from paceline.services.drafter_trainer.gate.fall import ServedLength
+from paceline.services.drafter_trainer.gate.fall import HURRIED, Hurry, ServedLength
 
 
 def test_a_length_falls_by_more_than_the_noise_of_both_judgements() -> None:
@@ -12,3 +12,25 @@ def test_a_length_falls_by_more_than_the_noise_of_both_judgements() -> None:
     assert not served.falls_to(5.0, 0.1)
     assert served.falls_to(2.0, 0.1)
     assert not served.falls_to(2.0, 0.1), "it has fallen once"
+
+
+def test_a_fall_in_the_rollouts_has_each_policy_versions_rows_judged_for_a_while() -> None:
+    hurry = Hurry()
+    hurry.rolled_out({"eagle:5_1_6": 5.0, "eagle:3_1_4": 3.5})
+    hurry.rolled_out({"eagle:5_1_6": 4.3, "eagle:7_1_8": 1.0})  # nothing is known of seven
+    assert not hurry.due(7)
+    hurry.rolled_out({"eagle:5_1_6": 2.2, "eagle:3_1_4": 2.0})
+    for policy in range(7, 7 + HURRIED):
+        assert hurry.due(policy)
+        hurry.judged(policy)
+        assert not hurry.due(policy), "these rows have judged"
+    assert not hurry.due(100)
+
+
+def test_rollouts_that_say_nothing_are_no_fall_and_forget_nothing() -> None:
+    hurry = Hurry()
+    for lengths in ({}, {"eagle:5_1_6": 5.0}, {}, {"eagle:5_1_6": 5.0}):
+        hurry.rolled_out(lengths)
+        assert not hurry.lasts
+    hurry.rolled_out({"eagle:5_1_6": 3.9})
+    assert hurry.lasts
