@@ -71,9 +71,9 @@ class GateConfig(Config):
     """Cost of a draft by kind, in plain rounds, until the engine measured it."""
     other_draft_cost: float = Field(default=0.1, ge=0)
     """The same of kinds that draft_cost does not name."""
-    freeze_after: int = Field(default=3, ge=0)
+    freeze_after: int = Field(default=8, ge=0)
     """Judgements without a promotion that freeze training where they show no gain; 0: never."""
-    freeze_gain: float = Field(default=0.03, ge=0)
+    freeze_gain: float = Field(default=0.02, ge=0)
     """Share of a drafter's speed that counts as no gain, by the mean of those judgements and its
     error.
     """

@@ -123,14 +123,16 @@ def test_a_service_comes_back_whether_it_or_its_keeper_dies(
 
 
 @pytest.mark.slow
-def test_workers_come_and_go_on_the_slots_that_their_pool_has(
+def test_workers_and_ranks_come_and_go_on_the_slots_that_their_pool_has(
     tmp_path: Path, on_cluster: list[str]
 ) -> None:
-    process = demo(tmp_path, "--steps", "500", *SMALL, *ELASTIC, *on_cluster)
+    ranks = "policy_trainer.ranks=2"
+    process = demo(tmp_path, "--steps", "500", *SMALL, *ELASTIC, ranks, *on_cluster)
     wait_for(process, "step 1/500")
     run = tmp_path / "demo-0-1"
     assert "worker 1 there" in paceline(run, "add-workers")
     assert "worker 0 gone" in paceline(run, "drain-workers", "0")
+    assert "the policy has 1 rank" in paceline(run, "set-ranks", "1")
     paceline(run, "stop")
     finished(process)
     trained_once(tmp_path)

@@ -49,8 +49,8 @@ class Freeze:
     Reopened when the serving drafter's length on a newer policy's rows is below that at the freeze
     by more than the noise of both measurements together; and after LOOKS of them in any case, after
     twice as many with each freeze that no promotion has followed: a drafter falls behind by less at
-    a time than one look can tell. In that case one more judgement without gain freezes it again.
-    `after` 0 never freezes.
+    a time than one look can tell. In that case half as many judgements freeze it again. `after` 0
+    never freezes.
     """
 
     def __init__(self, after: int, gain: float) -> None:
@@ -89,9 +89,9 @@ class Freeze:
         if not fallen and self._looks < self._patience:
             return False
         self._patience *= 2
-        kept = [] if fallen else list(self._seen)[1 - self._after :]
+        kept = [] if fallen else list(self._seen)[len(self._seen) - self._after // 2 :]
         self.reopen()
-        self._seen.extend(kept if self._after > 1 else [])
+        self._seen.extend(kept)
         return True
 
     def reopen(self) -> None:

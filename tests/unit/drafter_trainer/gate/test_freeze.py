@@ -95,18 +95,16 @@ def test_it_is_tried_again_after_twice_as_many_looks_each_time_and_anew_after_a_
     assert looks() == 2
 
 
-def test_after_looks_that_found_no_fall_one_judgement_decides_and_after_a_fall_all_are_needed() -> (
-    None
-):
-    freeze = Freeze(after=3, gain=0.01)
-    assert froze(freeze, [0.0, 0.0, 0.0]) == [False, False, True]
+def test_after_looks_that_found_no_fall_half_the_judgements_decide_and_after_a_fall_all() -> None:
+    freeze = Freeze(after=4, gain=0.01)
+    assert froze(freeze, [0.0] * 4) == [False, False, False, True]
     assert [freeze.measured(3.0, 0.2) for _ in range(2)] == [False, True]
-    assert froze(freeze, [0.0]) == [True]
+    assert froze(freeze, [0.0, 0.0]) == [False, True]
     assert freeze.measured(2.0, 0.2)
-    assert froze(freeze, [0.0, 0.0, 0.0]) == [False, False, True]
+    assert froze(freeze, [0.0] * 4) == [False, False, False, True]
     for _ in range(8):
         freeze.measured(3.0, 0.2)
-    assert froze(freeze, [0.09, 0.0]) == [False, False], "a gain has it go on"
+    assert froze(freeze, [0.09, 0.0, 0.0]) == [False] * 3, "a gain has it go on"
 
 
 def test_a_freeze_outlives_its_process() -> None:
