@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -96,6 +97,24 @@ def test_a_run_on_a_cluster_has_the_tokens_and_weights_of_one_beside_it(
     assert summary(runs[0])["trajectories_lost"] == 0
     assert (runs[0] / "report.html").is_file()
     assert left_over(tmp_path) == []
+
+
+def test_what_ray_says_of_its_own_processes_is_no_line_of_the_commands_output() -> None:
+    code = """
+from paceline.cluster.joined import _imported
+_imported(alone=True)
+from ray._private import worker
+said = {"lines": ["a worker died"], "pid": "raylet", "is_err": False}
+worker.print_to_stdstream(said, ignore_prefix=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=True,
+    )
+    assert (done.stdout, "a worker died" in done.stderr) == ("", True)
 
 
 @pytest.mark.slow

@@ -12,9 +12,11 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +89,18 @@ def _require_security(address: str) -> None:
 def _imported(*, alone: bool) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported unasked
     import ray
-    from ray._private import ray_constants
+    from ray._private import ray_constants, worker
 
+    worker.print_to_stdstream = partial(_on_stderr, worker)
     logging.getLogger("ray").setLevel(logging.ERROR)  # what goes wrong is raised
     # Keeps to loopback; Ray itself does so by default on macOS and Windows alone.
     ray_constants.ENABLE_RAY_CLUSTER = not alone
     return ray
+
+
+def _on_stderr(worker: Any, batch: dict[str, Any], ignore_prefix: bool) -> None:
+    """What Ray says of its own processes: standard output is the command's, line by line JSON."""
+    worker.print_worker_logs(batch, sys.stderr, ignore_prefix)
 
 
 def _join(ray: Any, address: str | None) -> None:
