@@ -34,6 +34,10 @@ class EngineConfig(ModelSettings):
     """Places for workers on each host, the gateway's own first; empty: all on that. The others run
     `python -m paceline.services.rollout_gateway.worker_host`, each with its number.
     """
+    shared_spool: bool = True
+    """Whether `spool_dir` is one directory on all hosts. Where not, the others copy each version by
+    the gateway's address, to `<spool_dir>-host-N`.
+    """
     script: str = ""
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})

@@ -19,6 +19,8 @@ from paceline.services.rollout_gateway.features.publisher import ROW_DTYPES
 from paceline.services.rollout_gateway.workers.hosting import WorkerHost
 from paceline.services.rollout_gateway.workers.hosts import WorkerHosts
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
+from paceline.services.rollout_gateway.workers.spool_copies import SpoolCopies
+from paceline.weights import Spool
 
 RING_ROWS = 16_384
 """Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
@@ -46,29 +48,32 @@ def local_workers(config: GatewayConfig, forker: Forker | None = None) -> LocalW
     return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, forker)
 
 
-def other_hosts(config: GatewayConfig) -> WorkerHosts | None:
+def other_hosts(config: GatewayConfig, spool: Spool) -> WorkerHosts | None:
     """The hosts that the gateway's workers are on besides its own, None where there are none.
     Raises ConfigError where they could not load what is pushed.
     """
     if len(config.engine.hosts) < 2:
         return None
     _require_spool(config)
-    return WorkerHosts(config.engine.hosts, row_shape(config), _same(config))
+    return WorkerHosts(config.engine.hosts, row_shape(config), _same(config), spool)
 
 
 def held_workers(config: GatewayConfig, host: int) -> WorkerHost:
     """Those of one of these hosts, to be held there. Raises ConfigError."""
     spool = _require_spool(config)
     first = sum(config.engine.hosts[:host])
-    return WorkerHost(local_workers(config), host, first, spool, _same(config))
+    copies = None
+    if not config.engine.shared_spool:
+        copies = SpoolCopies(spool, spool.with_name(f"{spool.name}-host-{host}"))
+    return WorkerHost(local_workers(config), host, first, spool, _same(config), copies)
 
 
 def _require_spool(config: GatewayConfig) -> Path:
     if config.spool is None:
         raise ConfigError(
-            "engine workers on several hosts load weights from a directory that all of them have",
+            "engine workers on several hosts load weights from the gateway's spool",
             seen=f"gateway.engine.hosts={list(config.engine.hosts)}, gateway.spool_dir is empty",
-            allowed="gateway.spool_dir on a path that all hosts share",
+            allowed="gateway.spool_dir, on a path that all hosts share where engine.shared_spool",
         )
     return config.spool
 

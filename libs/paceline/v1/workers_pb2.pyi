@@ -1,3 +1,4 @@
+from paceline.v1 import engine_pb2 as _engine_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -94,3 +95,30 @@ class ExpectWorkerEnd(_message.Message):
     LIFE_FIELD_NUMBER: _ClassVar[int]
     life: int
     def __init__(self, life: _Optional[int] = ...) -> None: ...
+
+class ReadSpooledRequest(_message.Message):
+    __slots__ = ("target", "version", "name", "start")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    target: _engine_pb2.WeightTarget
+    version: int
+    name: str
+    start: int
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., name: _Optional[str] = ..., start: _Optional[int] = ...) -> None: ...
+
+class ReadSpooledResponse(_message.Message):
+    __slots__ = ("data", "files")
+    class FilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    files: _containers.ScalarMap[str, int]
+    def __init__(self, data: _Optional[bytes] = ..., files: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -40,6 +40,11 @@ class WorkerHostServiceStub:
                 request_serializer=paceline_dot_v1_dot_workers__pb2.HoldWorkersRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_workers__pb2.HoldWorkersResponse.FromString,
                 _registered_method=True)
+        self.ReadSpooled = channel.unary_stream(
+                '/paceline.v1.WorkerHostService/ReadSpooled',
+                request_serializer=paceline_dot_v1_dot_workers__pb2.ReadSpooledRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_workers__pb2.ReadSpooledResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerHostServiceServicer:
@@ -53,6 +58,14 @@ class WorkerHostServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSpooled(self, request, context):
+        """A file of a version in the gateway's spool from a byte on, for a host that has no path to it; without a name, which files
+        there are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerHostServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_WorkerHostServiceServicer_to_server(servicer, server):
                     servicer.HoldWorkers,
                     request_deserializer=paceline_dot_v1_dot_workers__pb2.HoldWorkersRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_workers__pb2.HoldWorkersResponse.SerializeToString,
+            ),
+            'ReadSpooled': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSpooled,
+                    request_deserializer=paceline_dot_v1_dot_workers__pb2.ReadSpooledRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_workers__pb2.ReadSpooledResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class WorkerHostService:
             '/paceline.v1.WorkerHostService/HoldWorkers',
             paceline_dot_v1_dot_workers__pb2.HoldWorkersRequest.SerializeToString,
             paceline_dot_v1_dot_workers__pb2.HoldWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSpooled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.WorkerHostService/ReadSpooled',
+            paceline_dot_v1_dot_workers__pb2.ReadSpooledRequest.SerializeToString,
+            paceline_dot_v1_dot_workers__pb2.ReadSpooledResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,41 +5,59 @@ is told. When the stream ends, so do the workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from paceline.config import SecurityConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, DataLoss, PacelineError
 from paceline.rpc.hosts import JoinedHost
 from paceline.services.rollout_gateway.background import cancel
+from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.local import LocalWorker, LocalWorkers
 from paceline.services.rollout_gateway.workers.parts import JoinedParts, parts
+from paceline.services.rollout_gateway.workers.spool_copies import SpoolCopies
 from paceline.v1 import engine_pb2
 from paceline.v1 import workers_pb2 as pb
 from paceline.v1.workers_pb2_grpc import WorkerHostServiceStub
 
 ROWS_WAIT_BYTES = 64 << 20
 """What may wait for the network before hidden rows are dropped: tokens never are."""
+Copied = Callable[[engine_pb2.PrepareWeights], Awaitable[str]]
+"""Where the weights of a command are on this host."""
 _Service = JoinedHost[pb.HoldWorkersRequest, pb.HoldWorkersResponse]
 
 
 class HeldWorker:
     """One life of a worker here, started and ended by its gateway elsewhere."""
 
-    def __init__(self, life: int, worker: LocalWorker, gateway: _Service) -> None:
+    def __init__(
+        self, life: int, worker: LocalWorker, gateway: _Service, copied: Copied | None
+    ) -> None:
+        """`copied`: see WorkerHost; None: weights are read where the gateway says."""
         self._life = life
         self._worker = worker
         self._gateway = gateway
+        self._copied = copied
         self._command = JoinedParts()
         self._rows_dropped = 0
-        self._starting: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
 
     def begin(self, deadline_s: float, tasks: asyncio.TaskGroup) -> None:
         """Starts it in the group, and tells what becomes of it."""
         self._worker.ended.add_done_callback(lambda ended: self._say_end(ended.result()))
-        self._starting = tasks.create_task(self._start(deadline_s))
+        self._tasks = tasks
+        self._begin_task(self._start(deadline_s))
+
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        task = self._tasks.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     async def _start(self, deadline_s: float) -> None:
         try:
@@ -52,8 +70,27 @@ class HeldWorker:
 
     def obey(self, command: pb.WorkerPart) -> None:
         """Passes a command on with its last part."""
-        if (whole := self._command.add(command)) is not None:
-            self._worker.send(whole)
+        if (whole := self._command.add(command)) is None:
+            return
+        if self._copied is not None:
+            told = engine_pb2.WorkerCommand.FromString(whole)
+            if told.HasField("prepare_weights"):
+                self._begin_task(self._prepare(self._copied, told))
+                return
+        self._worker.send(whole)
+
+    async def _prepare(self, copied: Copied, told: engine_pb2.WorkerCommand) -> None:
+        """Has the worker load a copy of what it is told to load; answers in its place where there
+        is none.
+        """
+        try:
+            told.prepare_weights.path = await copied(told.prepare_weights)
+        except (PacelineError, OSError) as error:
+            known = error if isinstance(error, PacelineError) else DataLoss(str(error))
+            failed = wire.failed_to(known)
+            self._pass_on(engine_pb2.WorkerEvent(command_id=told.command_id, failed=failed), None)
+        else:
+            self._worker.send(told.SerializeToString())
 
     def expect_end(self) -> None:
         """Its silence means nothing from now on."""
@@ -61,7 +98,7 @@ class HeldWorker:
 
     async def close(self) -> None:
         """Ends it."""
-        await cancel(self._starting)
+        await cancel(*self._under_way)
         await self._worker.close()
         if not self._worker.ended.done():
             self._worker.ended.set_result("was ended")
@@ -88,19 +125,24 @@ class WorkerHost:
     """The engine workers of one host."""
 
     def __init__(
-        self, local: LocalWorkers, host: int, first: int, spool: Path, same: Mapping[str, str]
+        self,
+        local: LocalWorkers,
+        host: int,
+        first: int,
+        spool: Path,
+        same: Mapping[str, str],
+        copies: SpoolCopies | None = None,
     ) -> None:
         """`first`: index of this host's first worker among those of the gateway; `spool`: of the
-        gateway, whose weights they load.
+        gateway, whose weights they load; `copies`: of it, None where its path is here too.
         """
+        self._copies = copies
+        self._stub: Any = None
         self._spool = spool
         self._local = local
         self._first = first
         self._joined = pb.HoldWorkersRequest(joined=pb.WorkerHostJoined(host=host, same=same))
-        self._gateway: _Service = JoinedHost(
-            lambda peer: WorkerHostServiceStub(peer).HoldWorkers(),  # type: ignore[no-untyped-call]
-            "engine workers",
-        )
+        self._gateway: _Service = JoinedHost(self._join, "engine workers")
         self._held: dict[int, HeldWorker] = {}  # by life
 
     async def hold(self, address: str, security: SecurityConfig, connect_s: float) -> None:
@@ -114,6 +156,16 @@ class WorkerHost:
     async def close(self) -> None:
         """Ends what workers are forked from."""
         await self._local.close()
+
+    def _join(self, peer: grpc.aio.Channel) -> Any:
+        self._stub = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
+        return self._stub.HoldWorkers()
+
+    async def _copied(self, told: engine_pb2.PrepareWeights) -> str:
+        """Where the weights are on this host: a version 0 is where it was at the start."""
+        if self._copies is None or not self._copies.covers(told.path):
+            return told.path
+        return str(await self._copies.copy(self._stub, told.target, told.version))
 
     async def _obey(self, order: pb.HoldWorkersResponse, tasks: asyncio.TaskGroup) -> None:
         kind = order.WhichOneof("order")
@@ -135,14 +187,20 @@ class WorkerHost:
     def _start(self, start: pb.StartWorker, tasks: asyncio.TaskGroup) -> None:
         """What goes wrong ends no other worker here."""
         try:
-            if not self._spool.is_dir():
-                raise ConfigError("its host does not have the gateway's spool", seen=self._spool)
+            if self._copies is None and not self._spool.is_dir():
+                raise ConfigError(
+                    "its host does not have the gateway's spool",
+                    seen=self._spool,
+                    allowed="a path that all hosts share, or gateway.engine.shared_spool=false",
+                )
             worker = self._local.make(start.worker_index, start.worker_index - self._first)
         except (PacelineError, OSError) as error:
             ended = pb.WorkerEnded(life=start.life, reason=f"does not start: {error}")
             self._gateway.say(pb.HoldWorkersRequest(ended=ended))
             return
-        held = self._held[start.life] = HeldWorker(start.life, worker, self._gateway)
+        held = self._held[start.life] = HeldWorker(
+            start.life, worker, self._gateway, self._copied if self._copies else None
+        )
         held.begin(start.deadline_s, tasks)
 
     async def _end_all(self) -> None:

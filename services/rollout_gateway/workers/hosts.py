@@ -21,9 +21,11 @@ from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_
 from paceline.services.rollout_gateway.workers.life import OnEvent, taken_or_killed
 from paceline.services.rollout_gateway.workers.local import STOP_GRACE_S, RowShape
 from paceline.services.rollout_gateway.workers.parts import JoinedParts, parts
+from paceline.services.rollout_gateway.workers.spool_copies import read_spooled
 from paceline.v1 import engine_pb2
 from paceline.v1 import workers_pb2 as pb
 from paceline.v1.workers_pb2_grpc import WorkerHostServiceServicer
+from paceline.weights import Spool
 
 SERVICE = "paceline.v1.WorkerHostService"
 HOST_AWAY = "HOST_AWAY"
@@ -200,11 +202,12 @@ class WorkerHosts(WorkerHostServiceServicer):
     """The hosts of a gateway beside its own."""
 
     def __init__(
-        self, places: Sequence[int], rows: RowShape | None, same: Mapping[str, str]
+        self, places: Sequence[int], rows: RowShape | None, same: Mapping[str, str], spool: Spool
     ) -> None:
         """`places`: workers on each host, the gateway's own first; `same`: what each of them has to
-        have alike, by name.
+        have alike, by name; `spool`: what those without a path to it read.
         """
+        self._spool = spool
         self._hosts = {number: HostWorkers(number) for number in range(1, len(places))}
         self._ends = list(accumulate(places))  # of the places of each host
         self._rows = rows
@@ -240,3 +243,11 @@ class WorkerHosts(WorkerHostServiceServicer):
         async with aclosing(host.hold(requests)) as orders:
             async for order in orders:
                 yield order
+
+    async def ReadSpooled(
+        self, request: pb.ReadSpooledRequest, context: Any
+    ) -> AsyncIterator[pb.ReadSpooledResponse]:
+        """See read_spooled."""
+        async with aclosing(read_spooled(self._spool, request)) as parts_of_file:
+            async for response in parts_of_file:
+                yield response

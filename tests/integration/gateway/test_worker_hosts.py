@@ -45,6 +45,7 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
+FILES = ("manifest.json", "model.safetensors")
 TWO_HOSTS = {"workers": 0, "hosts": (1, 1)}
 
 
@@ -126,6 +127,27 @@ async def test_workers_of_two_hosts_share_tasks_and_serve_what_is_pushed(hosts: 
         await release(served, 1, 1)
         assert await resume(served, 2) == ([1], 1)
         assert other.returncode is None
+
+
+async def test_a_host_without_the_spool_copies_what_is_pushed_and_its_workers_serve_it(
+    hosts: Hosts,
+) -> None:
+    engine = {"shared_spool": False}
+    async with hosts.host(engine=engine), hosts.gateway(engine=engine) as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        await commit(served, VersionSet(1, 1, 0))
+        spool = Path(hosts.settings()["spool_dir"])
+        copy = spool.with_name(f"{spool.name}-host-1") / "policy-1"
+        own = spool / "policy-1"
+        assert [(copy / name).read_bytes() for name in FILES] == [
+            (own / name).read_bytes() for name in FILES
+        ]
+        before = (await workers(served))[1].pid
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(patient(60)):
+            while not (after := (await workers(served))[1]).ready or after.pid == before:
+                pass
+        assert [one.health.versions.policy for one in await workers(served)] == [1, 1]
 
 
 async def test_hidden_rows_of_a_worker_on_another_host_are_those_of_one_here(
