@@ -123,6 +123,7 @@ class Script:
     rolling_out: set[int] = field(default_factory=set)  # steps
     drawn_at: dict[int, int] = field(default_factory=dict)  # by step, policy that began to serve it
     evaluations: list[float] = field(default_factory=list)
+    accept_lengths: list[dict[str, float]] = field(default_factory=list)  # told to the drafter's
     trained_from: dict[int, int] = field(default_factory=dict)  # by step, policy before it
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -424,6 +425,7 @@ class Drafter(DrafterServiceServicer):
         script.epochs.append(("drafter", request.context.epoch))
         assert set(request.slots) <= script.lent
         script.order.append("draft")
+        script.accept_lengths.append(dict(request.accept_lengths))
         preempted = script.preempted = asyncio.Event()
         self.versions += 1
         if script.slow_to_attach:

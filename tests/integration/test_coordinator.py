@@ -65,8 +65,9 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("no_late_readers"
 
 
 async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("paceline.services.coordinator.calls.figures.LEAST_ROUNDS", 10)
     async with running_peers(script := Script(hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, trackers='["tensorboard"]'))
         subscriber = FactSubscriber(config.addresses.events, config.run.id, _ignore_gap)
@@ -84,6 +85,8 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
         subscriber.close()
     assert script.commits == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
     assert script.trained == [0, 1, 2]
+    known = {"eagle:3_1_4": 2.5}  # by the rollouts that finished before
+    assert (script.accept_lengths[0], script.accept_lengths[-1]) == ({}, known)
     entries = await journal_of(config)
     assert check_slots(entries) > 0
     records = records_of(entries)
