@@ -21,6 +21,7 @@ from paceline.v1.weights_pb2 import (
     AbortResponse,
     GetVersionsRequest,
     GetVersionsResponse,
+    PullRequest,
 )
 from paceline.v1.weights_pb2_grpc import (
     WeightServiceServicer,
@@ -198,3 +199,38 @@ async def test_a_channel_finds_a_restarted_server_again() -> None:
             == GetVersionsResponse()
         )
         await second.stop(0)
+
+
+async def test_a_connection_that_waits_in_a_full_queue_for_a_second_serves_its_call(
+    running: tuple[Server, Slow, str],
+) -> None:
+    """As one that a busy machine is slow to make: what is not answered is asked again after 1 s."""
+    host, port = running[2].rsplit(":", 1)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        ways = ((reader, back), (there, writer))
+        await asyncio.gather(*(copy(*way) for way in ways), return_exceptions=True)
+
+    async def copy(source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            to.write(data)
+        to.close()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as queue:
+        address = queue.getsockname()
+        waiting = [socket.create_connection(address)]
+        async with channel(f"127.0.0.1:{address[1]}", OFF) as peer:
+            call = asyncio.ensure_future(drained(WeightServiceStub(peer).Pull(PullRequest())))
+            await asyncio.wait((call,), timeout=0.3)
+            proxy = await asyncio.start_server(pass_on, sock=queue)
+            with pytest.raises(grpc.aio.AioRpcError, match="this server does not have that method"):
+                await asyncio.wait_for(call, patient(10))
+        proxy.close()
+        for one in waiting:
+            one.close()
+
+
+async def drained(call: AsyncIterator[Any]) -> None:
+    async for _ in call:
+        pass

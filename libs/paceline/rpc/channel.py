@@ -115,9 +115,10 @@ def _options() -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A restarted peer is found again within seconds.
+        # A restarted peer is found again within seconds. The least is what a try may take: a busy
+        # machine has a connection to itself wait for longer than until the next one.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.service_config", _service_config()),
     ]
