@@ -118,7 +118,7 @@ def _options() -> list[tuple[str, Any]]:
         # A restarted peer is found again within seconds. The least is what a try may take: a busy
         # machine has a connection to itself wait for longer than until the next one.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.service_config", _service_config()),
     ]
