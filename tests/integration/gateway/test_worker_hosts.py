@@ -340,7 +340,7 @@ async def test_a_second_host_of_a_number_waits_until_the_first_has_gone(hosts: H
         ({"engine": {"hosts": (1, 1), "workers": 3}}, "at most 2 workers"),
         ({"engine": {"hosts": (1, 1), "most_workers": 3}}, "most_workers 0 or 2"),
         ({"engine": {"hosts": (1, 1)}, "replicas": 2}, "1 replica"),
-        ({"engine": {"hosts": (1, 1)}, "spool_dir": ""}, "gateway.spool_dir on a path that all"),
+        ({"engine": {"hosts": (1, 1)}, "spool_dir": ""}, "gateway.spool_dir, on a path that all"),
     ],
 )
 async def test_settings_of_hosts_that_cannot_be_are_refused(
