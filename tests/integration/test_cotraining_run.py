@@ -65,5 +65,5 @@ def test_a_run_promotes_drafters_and_more_of_their_drafts_are_accepted(
         )
         assert rounds == int(step["drafted_rounds"])
         assert tokens / rounds == pytest.approx(step["accept_length"])
-    # Who has a time of its own is waited for.
-    assert summary["preempt_wait_share"] < (0.05 if kind.name == HARVESTED else 1.0)
+    if kind.name == HARVESTED:  # others have a time of their own, which is waited for
+        assert summary["preempt_wait_share"] < 0.05

@@ -115,8 +115,8 @@ def _options() -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A restarted peer is found again within seconds. The least is what a try may take: a busy
-        # machine has a connection to itself wait for longer than until the next one.
+        # A restarted peer is found again within seconds. The least is also what one try may take:
+        # two lost packets are asked for again within three, and a busy machine is as slow.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),

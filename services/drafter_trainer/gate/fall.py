@@ -58,7 +58,12 @@ class Hurry:
         """Whether rows of this policy version are to be judged by now."""
         return self.lasts and policy_version > self._judged_policy
 
-    def judged(self, policy_version: int) -> None:
+    def begun(self, policy_version: int) -> None:
         """A judgement by rows of that version begins."""
-        self._left = max(self._left - 1, 0)
         self._judged_policy = policy_version
+
+    def judged(self) -> bool:
+        """A judgement has ended; whether it was one of these."""
+        lasted = self.lasts
+        self._left = max(self._left - 1, 0)
+        return lasted

@@ -106,7 +106,7 @@ class PublishGate:
         samples = self._fresh()
         if not self._enough(samples):
             return
-        self._hurry.judged(samples[-1].policy_version)
+        self._hurry.begun(samples[-1].policy_version)
         candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
         self._round = self._round_of(samples, candidates)
 
@@ -275,7 +275,7 @@ class PublishGate:
             decision = self._promote(drafter, decision)
         # That a fresh drafter is not beaten yet is no reason to stop, nor that one is not which has
         # just met new tasks.
-        learning = self._hurry.lasts or not (self.serving.version or self._warm_start)
+        learning = self._hurry.judged() or not (self.serving.version or self._warm_start)
         if not self._freeze.judged(
             judgements[number], head.policy_version, promoted=promoted or learning
         ):

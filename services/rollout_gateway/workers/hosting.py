@@ -5,14 +5,14 @@ is told. When the stream ends, so do the workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from paceline.config import SecurityConfig
-from paceline.errors import ConfigError, DataLoss, PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.rpc.hosts import JoinedHost
 from paceline.services.rollout_gateway.background import cancel
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -26,8 +26,6 @@ from paceline.v1.workers_pb2_grpc import WorkerHostServiceStub
 
 ROWS_WAIT_BYTES = 64 << 20
 """What may wait for the network before hidden rows are dropped: tokens never are."""
-Copied = Callable[[engine_pb2.PrepareWeights], Awaitable[str]]
-"""Where the weights of a command are on this host."""
 _Service = JoinedHost[pb.HoldWorkersRequest, pb.HoldWorkersResponse]
 
 
@@ -35,13 +33,13 @@ class HeldWorker:
     """One life of a worker here, started and ended by its gateway elsewhere."""
 
     def __init__(
-        self, life: int, worker: LocalWorker, gateway: _Service, copied: Copied | None
+        self, life: int, worker: LocalWorker, gateway: _Service, copies: SpoolCopies | None
     ) -> None:
-        """`copied`: see WorkerHost; None: weights are read where the gateway says."""
+        """`copies`: see WorkerHost."""
         self._life = life
         self._worker = worker
         self._gateway = gateway
-        self._copied = copied
+        self._copies = copies
         self._command = JoinedParts()
         self._rows_dropped = 0
         self._tasks: asyncio.TaskGroup | None = None
@@ -72,22 +70,21 @@ class HeldWorker:
         """Passes a command on with its last part."""
         if (whole := self._command.add(command)) is None:
             return
-        if self._copied is not None:
+        if self._copies is not None:
             told = engine_pb2.WorkerCommand.FromString(whole)
             if told.HasField("prepare_weights"):
-                self._begin_task(self._prepare(self._copied, told))
+                self._begin_task(self._prepare(self._copies, told))
                 return
         self._worker.send(whole)
 
-    async def _prepare(self, copied: Copied, told: engine_pb2.WorkerCommand) -> None:
+    async def _prepare(self, copies: SpoolCopies, told: engine_pb2.WorkerCommand) -> None:
         """Has the worker load a copy of what it is told to load; answers in its place where there
         is none.
         """
         try:
-            told.prepare_weights.path = await copied(told.prepare_weights)
-        except (PacelineError, OSError) as error:
-            known = error if isinstance(error, PacelineError) else DataLoss(str(error))
-            failed = wire.failed_to(known)
+            told.prepare_weights.path = await copies.path_of(told.prepare_weights)
+        except PacelineError as error:
+            failed = wire.failed_to(error)
             self._pass_on(engine_pb2.WorkerEvent(command_id=told.command_id, failed=failed), None)
         else:
             self._worker.send(told.SerializeToString())
@@ -137,7 +134,6 @@ class WorkerHost:
         gateway, whose weights they load; `copies`: of it, None where its path is here too.
         """
         self._copies = copies
-        self._stub: Any = None
         self._spool = spool
         self._local = local
         self._first = first
@@ -158,14 +154,10 @@ class WorkerHost:
         await self._local.close()
 
     def _join(self, peer: grpc.aio.Channel) -> Any:
-        self._stub = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
-        return self._stub.HoldWorkers()
-
-    async def _copied(self, told: engine_pb2.PrepareWeights) -> str:
-        """Where the weights are on this host: a version 0 is where it was at the start."""
-        if self._copies is None or not self._copies.covers(told.path):
-            return told.path
-        return str(await self._copies.copy(self._stub, told.target, told.version))
+        stub: Any = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
+        if self._copies is not None:
+            self._copies.stub = stub
+        return stub.HoldWorkers()
 
     async def _obey(self, order: pb.HoldWorkersResponse, tasks: asyncio.TaskGroup) -> None:
         kind = order.WhichOneof("order")
@@ -198,9 +190,7 @@ class WorkerHost:
             ended = pb.WorkerEnded(life=start.life, reason=f"does not start: {error}")
             self._gateway.say(pb.HoldWorkersRequest(ended=ended))
             return
-        held = self._held[start.life] = HeldWorker(
-            start.life, worker, self._gateway, self._copied if self._copies else None
-        )
+        held = self._held[start.life] = HeldWorker(start.life, worker, self._gateway, self._copies)
         held.begin(start.deadline_s, tasks)
 
     async def _end_all(self) -> None:

@@ -28,7 +28,7 @@ from integration.gateway.test_partial_rollouts import SAMPLES, finished, rollout
 from integration.gateway.test_staff import sessions, shares
 
 from paceline.config import SecurityConfig
-from paceline.errors import ConfigError, Unavailable
+from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.report.machine import same_on_hosts
@@ -36,8 +36,13 @@ from paceline.rpc import channel, rpc_errors, wait_ready
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.replicas.serving import running
-from paceline.services.rollout_gateway.worker_hosts import OF_A_HOST, local_workers
+from paceline.services.rollout_gateway.worker_hosts import (
+    OF_A_HOST,
+    held_workers,
+    local_workers,
+)
 from paceline.services.rollout_gateway.workers.hosting import WorkerHost
+from paceline.services.rollout_gateway.workers.local import LocalWorker
 from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -45,7 +50,7 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
-FILES = ("manifest.json", "model.safetensors")
+APART = {"shared_spool": False}
 TWO_HOSTS = {"workers": 0, "hosts": (1, 1)}
 
 
@@ -129,25 +134,60 @@ async def test_workers_of_two_hosts_share_tasks_and_serve_what_is_pushed(hosts: 
         assert other.returncode is None
 
 
-async def test_a_host_without_the_spool_copies_what_is_pushed_and_its_workers_serve_it(
-    hosts: Hosts,
+@asynccontextmanager
+async def held_here(hosts: Hosts, told: list[pb.PrepareWeights]) -> AsyncIterator[None]:
+    """The other host in this process, without a path to the spool; `told`: what its workers are
+    told to load.
+    """
+
+    class Told(LocalWorker):
+        def send(self, command: bytes) -> None:
+            message = pb.WorkerCommand.FromString(command)
+            if message.HasField("prepare_weights") and self._spec.worker_index == 1:
+                told.append(message.prepare_weights)
+            super().send(command)
+
+    config = GatewayConfig.model_validate(hosts.settings(engine=APART))
+    held = held_workers(config, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("paceline.services.rollout_gateway.workers.local.LocalWorker", Told)
+        address = config.addresses.gateway
+        holding = asyncio.create_task(held.hold(address, SecurityConfig(), patient(60)))
+        try:
+            yield
+        finally:
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+            await held.close()
+
+
+async def test_a_host_without_the_spool_copies_what_is_pushed_for_its_workers(
+    hosts: Hosts, script: dict[str, Any], tmp_path: Path
 ) -> None:
-    engine = {"shared_spool": False}
-    async with hosts.host(engine=engine), hosts.gateway(engine=engine) as served:
+    (tmp_path / "script.json").write_text(json.dumps(script))
+    told: list[pb.PrepareWeights] = []
+    async with held_here(hosts, told), hosts.gateway(engine=APART) as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         await commit(served, VersionSet(1, 1, 0))
-        spool = Path(hosts.settings()["spool_dir"])
-        copy = spool.with_name(f"{spool.name}-host-1") / "policy-1"
-        own = spool / "policy-1"
-        assert [(copy / name).read_bytes() for name in FILES] == [
-            (own / name).read_bytes() for name in FILES
-        ]
-        before = (await workers(served))[1].pid
-        os.kill(before, signal.SIGKILL)
-        async with asyncio.timeout(patient(60)):
-            while not (after := (await workers(served))[1]).ready or after.pid == before:
-                pass
         assert [one.health.versions.policy for one in await workers(served)] == [1, 1]
+    spool = Path(hosts.settings()["spool_dir"])
+    copy = spool.with_name(f"{spool.name}-host-1") / "policy-1"
+    assert told[-1].path == str(copy)
+    kept = {name.name: name.read_bytes() for name in copy.iterdir()}
+    assert kept == {name.name: name.read_bytes() for name in (spool / "policy-1").iterdir()}
+
+
+async def test_a_version_that_a_host_cannot_copy_is_refused_by_its_workers(
+    hosts: Hosts, script: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "script.json").write_text(json.dumps(script))
+    spool = Path(hosts.settings()["spool_dir"])
+    spool.with_name(f"{spool.name}-host-1").write_text("no directory")
+    async with held_here(hosts, told := []), hosts.gateway(engine=APART) as served:
+        with pytest.raises(PacelineError, match="policy-1 cannot be written"):
+            await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        assert [one.ready for one in await workers(served)] == [True, True]
+    assert not told
 
 
 async def test_hidden_rows_of_a_worker_on_another_host_are_those_of_one_here(

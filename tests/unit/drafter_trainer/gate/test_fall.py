@@ -22,9 +22,11 @@ def test_a_fall_in_the_rollouts_has_each_policy_versions_rows_judged_for_a_while
     hurry.rolled_out({"eagle:5_1_6": 2.2, "eagle:3_1_4": 2.0})
     for policy in range(7, 7 + HURRIED):
         assert hurry.due(policy)
-        hurry.judged(policy)
-        assert not hurry.due(policy), "these rows have judged"
+        hurry.begun(policy)
+        assert not hurry.due(policy), "these rows judge"
+        assert hurry.judged()
     assert not hurry.due(100)
+    assert not hurry.judged()
 
 
 def test_rollouts_that_say_nothing_are_no_fall_and_forget_nothing() -> None:
