@@ -31,8 +31,8 @@ of 7B, 32B and 235B-A22B (of 235 billion weights a token is multiplied with 22).
   is idle, and what a drafter makes of it. Seconds are virtual, of costs that are published for
   8 GPUs or assumed.
 - Computed: a push to many hosts, and every figure on this page. The arithmetic of the push is
-  compared with sends one by one in a test. What is pushed by today is neither one sender nor a
-  tree: every rank of the trainer sends its rows to one gateway.
+  compared with sends one by one in a test. Ranks of the trainer send their rows to one
+  gateway; hosts of engine workers that do not share its spool copy from it by such a tree.
 - Computed and nothing else: 235B-A22B. Mixtures of experts are served by SGLang, and not trained.
 
 Bytes are exact but for norms, biases and routers. Memory is the sum that `paceline plan` makes,

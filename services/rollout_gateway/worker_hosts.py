@@ -55,7 +55,8 @@ def other_hosts(config: GatewayConfig, spool: Spool) -> WorkerHosts | None:
     if len(config.engine.hosts) < 2:
         return None
     _require_spool(config)
-    return WorkerHosts(config.engine.hosts, row_shape(config), _same(config), spool)
+    engine = config.engine
+    return WorkerHosts(engine.hosts, row_shape(config), _same(config), spool, engine.copies_fan_out)
 
 
 def held_workers(config: GatewayConfig, host: int) -> WorkerHost:
@@ -64,7 +65,12 @@ def held_workers(config: GatewayConfig, host: int) -> WorkerHost:
     first = sum(config.engine.hosts[:host])
     copies = None
     if not config.engine.shared_spool:
-        copies = SpoolCopies(spool, spool.with_name(f"{spool.name}-host-{host}"))
+        directory, others = (
+            spool.with_name(f"{spool.name}-host-{host}"),
+            len(config.engine.hosts) - 1,
+        )
+        tree = 0 < config.engine.copies_fan_out < others
+        copies = SpoolCopies(spool, directory, host, config.security if tree else None)
     return WorkerHost(local_workers(config), host, first, spool, _same(config), copies)
 
 

@@ -22,7 +22,7 @@ class HoldWorkersRequest(_message.Message):
     def __init__(self, joined: _Optional[_Union[WorkerHostJoined, _Mapping]] = ..., started: _Optional[_Union[WorkerStarted, _Mapping]] = ..., rows: _Optional[_Union[WorkerPart, _Mapping]] = ..., event: _Optional[_Union[WorkerPart, _Mapping]] = ..., ended: _Optional[_Union[WorkerEnded, _Mapping]] = ...) -> None: ...
 
 class WorkerHostJoined(_message.Message):
-    __slots__ = ("host", "same")
+    __slots__ = ("host", "same", "copies_address")
     class SameEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -32,9 +32,11 @@ class WorkerHostJoined(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     HOST_FIELD_NUMBER: _ClassVar[int]
     SAME_FIELD_NUMBER: _ClassVar[int]
+    COPIES_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     host: int
     same: _containers.ScalarMap[str, str]
-    def __init__(self, host: _Optional[int] = ..., same: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    copies_address: str
+    def __init__(self, host: _Optional[int] = ..., same: _Optional[_Mapping[str, str]] = ..., copies_address: _Optional[str] = ...) -> None: ...
 
 class WorkerStarted(_message.Message):
     __slots__ = ("life", "pid")
@@ -97,19 +99,23 @@ class ExpectWorkerEnd(_message.Message):
     def __init__(self, life: _Optional[int] = ...) -> None: ...
 
 class ReadSpooledRequest(_message.Message):
-    __slots__ = ("target", "version", "name", "start")
+    __slots__ = ("target", "version", "name", "start", "host", "manifest")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
     target: _engine_pb2.WeightTarget
     version: int
     name: str
     start: int
-    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., name: _Optional[str] = ..., start: _Optional[int] = ...) -> None: ...
+    host: int
+    manifest: str
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., name: _Optional[str] = ..., start: _Optional[int] = ..., host: _Optional[int] = ..., manifest: _Optional[str] = ...) -> None: ...
 
 class ReadSpooledResponse(_message.Message):
-    __slots__ = ("data", "files")
+    __slots__ = ("data", "files", "source")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +125,8 @@ class ReadSpooledResponse(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     DATA_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     files: _containers.ScalarMap[str, int]
-    def __init__(self, data: _Optional[bytes] = ..., files: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    source: str
+    def __init__(self, data: _Optional[bytes] = ..., files: _Optional[_Mapping[str, int]] = ..., source: _Optional[str] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerHostServiceStub:
-    """Served by a gateway whose engine workers are on several hosts.
+    """Served by a gateway whose engine workers are on several hosts; ReadSpooled also by hosts that others copy from.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class WorkerHostServiceStub:
 
 
 class WorkerHostServiceServicer:
-    """Served by a gateway whose engine workers are on several hosts.
+    """Served by a gateway whose engine workers are on several hosts; ReadSpooled also by hosts that others copy from.
     """
 
     def HoldWorkers(self, request_iterator, context):
@@ -60,7 +60,7 @@ class WorkerHostServiceServicer:
 
     def ReadSpooled(self, request, context):
         """A file of a version in the gateway's spool from a byte on, for a host that has no path to it; without a name, which files
-        there are.
+        there are, which the gateway alone says. A host sends what it has copied, and what it still copies as it comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ def add_WorkerHostServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerHostService:
-    """Served by a gateway whose engine workers are on several hosts.
+    """Served by a gateway whose engine workers are on several hosts; ReadSpooled also by hosts that others copy from.
     """
 
     @staticmethod

@@ -145,12 +145,17 @@ class WorkerHost:
         """Joins the gateway there and holds workers for it until it is gone; raises why. Afterwards
         no worker is left.
         """
+        joined = self._joined.joined
+        if self._copies is not None and not joined.copies_address:
+            joined.copies_address = await self._copies.serve(address)
         await self._gateway.hold(
             self._joined, address, security, connect_s, self._obey, self._end_all
         )
 
     async def close(self) -> None:
-        """Ends what workers are forked from."""
+        """Ends what workers are forked from, and what others copy from."""
+        if self._copies is not None:
+            await self._copies.close()
         await self._local.close()
 
     def _join(self, peer: grpc.aio.Channel) -> Any:

@@ -21,7 +21,10 @@ from paceline.services.rollout_gateway.engines.worker.ring import RowArray, row_
 from paceline.services.rollout_gateway.workers.life import OnEvent, taken_or_killed
 from paceline.services.rollout_gateway.workers.local import STOP_GRACE_S, RowShape
 from paceline.services.rollout_gateway.workers.parts import JoinedParts, parts
-from paceline.services.rollout_gateway.workers.spool_copies import read_spooled
+from paceline.services.rollout_gateway.workers.spool_reading import (
+    read_spooled,
+    source_of,
+)
 from paceline.v1 import engine_pb2
 from paceline.v1 import workers_pb2 as pb
 from paceline.v1.workers_pb2_grpc import WorkerHostServiceServicer
@@ -41,6 +44,8 @@ class HostWorkers:
 
     def __init__(self, host: int) -> None:
         self.host = host
+        self.copies_address = ""
+        """Where others may copy versions from, as it says."""
         self._joined = asyncio.Event()
         self._stream: _Stream | None = None
         self._lives: dict[int, HostedWorker] = {}  # of this stream
@@ -49,6 +54,11 @@ class HostWorkers:
     def away(self) -> bool:
         """Whether it has not joined, or has gone."""
         return self._stream is None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is there and has workers."""
+        return self._stream is not None and bool(self._lives)
 
     async def hold(self, requests: AsyncIterator[Any]) -> AsyncGenerator[pb.HoldWorkersResponse]:
         """Takes the host in for as long as its stream lasts. Raises FailedPrecondition where one of
@@ -202,12 +212,19 @@ class WorkerHosts(WorkerHostServiceServicer):
     """The hosts of a gateway beside its own."""
 
     def __init__(
-        self, places: Sequence[int], rows: RowShape | None, same: Mapping[str, str], spool: Spool
+        self,
+        places: Sequence[int],
+        rows: RowShape | None,
+        same: Mapping[str, str],
+        spool: Spool,
+        fan_out: int = 0,
     ) -> None:
         """`places`: workers on each host, the gateway's own first; `same`: what each of them has to
-        have alike, by name; `spool`: what those without a path to it read.
+        have alike, by name; `spool`: what those without a path to it read, `fan_out` of them (0:
+        all) from here and from each other.
         """
         self._spool = spool
+        self._fan_out = fan_out
         self._hosts = {number: HostWorkers(number) for number in range(1, len(places))}
         self._ends = list(accumulate(places))  # of the places of each host
         self._rows = rows
@@ -240,6 +257,7 @@ class WorkerHosts(WorkerHostServiceServicer):
                 allowed=f"1 to {len(self._hosts)}",
             )
         check_same(joined.host, self._same, dict(joined.same), "workers")
+        host.copies_address = joined.copies_address
         async with aclosing(host.hold(requests)) as orders:
             async for order in orders:
                 yield order
@@ -248,6 +266,8 @@ class WorkerHosts(WorkerHostServiceServicer):
         self, request: pb.ReadSpooledRequest, context: Any
     ) -> AsyncIterator[pb.ReadSpooledResponse]:
         """See read_spooled."""
-        async with aclosing(read_spooled(self._spool, request)) as parts_of_file:
+        addresses = {one.host: one.copies_address for one in self._hosts.values() if one.holds}
+        source = source_of(request.host, addresses, self._fan_out)
+        async with aclosing(read_spooled(self._spool, request, source)) as parts_of_file:
             async for response in parts_of_file:
                 yield response

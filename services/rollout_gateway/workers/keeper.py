@@ -11,7 +11,7 @@ from paceline.errors import ConfigError, DataLoss, InternalError, PacelineError,
 from paceline.local.news import tell_supervisor
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.background import background, cancel
-from paceline.services.rollout_gateway.config import EngineConfig
+from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.hosts import HOST_AWAY, WorkerHosts

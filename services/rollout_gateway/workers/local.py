@@ -19,7 +19,7 @@ from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.process_directory import process_directory
 from paceline.local.processes import describe_exit
 from paceline.services.rollout_gateway.background import background, cancel
-from paceline.services.rollout_gateway.config import EngineConfig
+from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing

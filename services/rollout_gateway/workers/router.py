@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.config import EngineConfig
+from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
 from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange
 from paceline.services.rollout_gateway.workers.generation import Generation

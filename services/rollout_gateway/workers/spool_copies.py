@@ -1,4 +1,5 @@
-"""Versions of the gateway's spool on a host that has no path to it: both ends of ReadSpooled.
+"""Versions of the gateway's spool on a host that has no path to it, copied from the gateway or from
+another such host, as the gateway says.
 
 A copy that was broken off goes on where it ended, and counts only once it is what was spooled.
 """
@@ -7,18 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, NotFound, Unavailable
+from paceline.config import SecurityConfig
+from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
-from paceline.rpc import responses, rpc_errors
-from paceline.services.rollout_gateway.workers.parts import PART_BYTES
+from paceline.local.ports import own_address
+from paceline.rpc import channel, responses, rpc_errors, wait_ready
+from paceline.rpc.server import Server
+from paceline.services.rollout_gateway.workers.hosts import SERVICE
+from paceline.services.rollout_gateway.workers.spool_reading import (
+    STALLED_S,
+    Copies,
+    Copy,
+    hash_of_manifest,
+)
+from paceline.telemetry import get_logger
 from paceline.v1 import workers_pb2 as pb
 from paceline.v1.engine_pb2 import PrepareWeights
-from paceline.weights import Spool
+from paceline.v1.workers_pb2_grpc import (
+    WorkerHostServiceServicer,
+    WorkerHostServiceStub,
+    add_WorkerHostServiceServicer_to_server,
+)
 from paceline.weights.integrity import MANIFEST, check_spooled
 from paceline.weights.manifest import target_name
 from paceline.whole_files import writing
@@ -28,47 +44,56 @@ KEPT = 3
 that serve.
 """
 TRIES, AGAIN_S = 5, 0.5
-"""Calls without a byte after which a copy is given up, and seconds between two."""
-STALLED_S = 30.0
-"""Seconds without a byte after which a call is."""
+"""Calls without a byte after which the gateway is given up, and seconds between two. Another host
+has one.
+"""
+CONNECT_S = 5.0
+"""To another host."""
+_log = get_logger(__name__)
 
 
-async def read_spooled(
-    spool: Spool, request: pb.ReadSpooledRequest
-) -> AsyncGenerator[pb.ReadSpooledResponse]:
-    """The gateway's end. Raises NotFound for a version or a file that is not there, InvalidInput
-    for a start behind the file's end.
-    """
-    if (request.target, request.version) not in (there := spool.spooled()):
-        seen = (request.target, request.version)
-        raise NotFound("no such version is spooled", seen=seen, allowed=sorted(there))
-    directory = spool.path(request.target, request.version)
-    files = await asyncio.to_thread(_sizes, directory)
-    if not request.name:
-        yield pb.ReadSpooledResponse(files=files)
-        return
-    size = files.get(request.name)
-    if size is None:
-        message = "no such file of a spooled version"
-        raise NotFound(message, seen=request.name, allowed=sorted(files))
-    if request.start > size:
-        raise InvalidInput("the file ends before", seen=request.start, allowed=f"0 to {size}")
-    with (directory / request.name).open("rb") as file:
-        file.seek(request.start)
-        while data := await asyncio.to_thread(file.read, PART_BYTES):
-            yield pb.ReadSpooledResponse(data=data)
+class SpoolCopies(WorkerHostServiceServicer):
+    """Those of one host, which other hosts may copy from. Use on one event loop."""
 
-
-class SpoolCopies:
-    """The host's end. Use on one event loop."""
-
-    def __init__(self, spool: Path, directory: Path) -> None:
-        """`spool`: the gateway's, as its commands name it; `directory`: of the copies."""
+    def __init__(
+        self, spool: Path, directory: Path, host: int, security: SecurityConfig | None = None
+    ) -> None:
+        """`spool`: the gateway's, as its commands name it; `directory`: of the copies; `security`:
+        among these hosts, None where they copy from the gateway alone.
+        """
         self._spool = spool
         self._directory = directory
+        self._host = host
+        self._security = security
         self._one = asyncio.Lock()  # workers prepare a version together
+        self._copies = Copies()
+        self._server: Server | None = None
         self.stub: Any = None
-        """Of the WorkerHostService, while the host has joined it."""
+        """Of the gateway's WorkerHostService, while the host has joined it."""
+
+    async def serve(self, gateway: str) -> str:
+        """Has others copy from here, on the interface that leads to the gateway, until `close`;
+        returns the address, empty where nobody does. Raises ConfigError.
+        """
+        if self._security is None:
+            return ""
+        own = own_address(gateway)
+        self._server = Server(f"{own}:0", self._security)
+        self._server.add(add_WorkerHostServiceServicer_to_server, self, SERVICE)
+        return f"{own}:{await self._server.start()}"
+
+    async def close(self) -> None:
+        """Nobody copies from here any more."""
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def ReadSpooled(
+        self, request: pb.ReadSpooledRequest, context: Any
+    ) -> AsyncIterator[pb.ReadSpooledResponse]:
+        """See Copies.read."""
+        async with aclosing(self._copies.read(_name(request), request)) as parts_of_file:
+            async for response in parts_of_file:
+                yield response
 
     async def path_of(self, told: PrepareWeights) -> str:
         """Where the weights of a command are on this host, copied if they lie in the spool: those
@@ -87,66 +112,86 @@ class SpoolCopies:
         nothing can be written.
         """
         asked = pb.ReadSpooledRequest(target=target, version=version)  # type: ignore[arg-type]
-        final = self._directory / f"{target_name(target)}-{version}"
-        partial = final.with_name(f"{final.name}.partial")
+        final = self._directory / _name(asked)
         news = final.with_name(f"{final.name}.{MANIFEST}")
         async with self._one:
-            files = await self._files(asked)
+            listed = await self._list(asked)
             with writing(final):
                 news.parent.mkdir(parents=True, exist_ok=True)
                 news.unlink(missing_ok=True)
-                await self._fetch(asked, MANIFEST, files, news)
-                if not _has(final, news):
-                    await asyncio.to_thread(_begin, partial, news)
-                    for name in files.keys() - {MANIFEST}:
-                        await self._fetch(asked, name, files, partial / name)
-                    await asyncio.to_thread(_complete, partial, final)
-                    await asyncio.to_thread(self._prune, target_name(target))
+                await _fetch(self.stub, asked, MANIFEST, Copy(news, listed.files), news)
+                if _same(final / MANIFEST, news):
+                    here = Copy(final, listed.files)
+                    here.end()
+                    self._copies.add(final.name, here)
+                else:
+                    await self._make(asked, listed, news, final)
                 news.unlink()
         return final
 
-    async def _files(self, asked: pb.ReadSpooledRequest) -> Mapping[str, int]:
-        """Bytes of each file of the version by name. Raises DataLoss for one that is elsewhere."""
-        found: dict[str, int] = {}
+    async def _list(self, asked: pb.ReadSpooledRequest) -> pb.ReadSpooledResponse:
+        """Files of the version, and where they are to be copied from. Raises DataLoss for a file
+        that is elsewhere.
+        """
+        found = pb.ReadSpooledResponse()
+        request = pb.ReadSpooledRequest(host=self._host)
+        request.MergeFrom(asked)
         with rpc_errors():
-            call = self.stub.ReadSpooled(asked, timeout=patient(STALLED_S))
+            call = self.stub.ReadSpooled(request, timeout=patient(STALLED_S))
             async with aclosing(responses(call)) as stream:
                 async for response in stream:
-                    found |= response.files
-        if strange := [name for name in found if Path(name).name != name]:
+                    found.MergeFrom(response)
+        if strange := [name for name in found.files if Path(name).name != name]:
             raise DataLoss("a file of a version lies beside it", seen=strange[0])
         return found
 
-    async def _fetch(
-        self, asked: pb.ReadSpooledRequest, name: str, files: Mapping[str, int], path: Path
+    async def _make(
+        self,
+        asked: pb.ReadSpooledRequest,
+        listed: pb.ReadSpooledResponse,
+        news: Path,
+        final: Path,
     ) -> None:
-        """Appends what is missing of the file, in as many calls as bring something."""
-        tries = 0
-        while (start := _size(path)) < files.get(name, 0):
-            rest = pb.ReadSpooledRequest(name=name, start=start)
-            rest.MergeFrom(asked)
+        """Copies what is missing, from another host first if that is said. What one of them has
+        sent is left once where the whole is damaged.
+        """
+        started_s, source = time.monotonic(), listed.source
+        asked.manifest = hash_of_manifest(news)
+        partial = final.with_name(f"{final.name}.partial")
+        while True:
+            await asyncio.to_thread(_begin, partial, news)
+            copy = Copy(partial, listed.files)
+            self._copies.add(final.name, copy)
             try:
-                await self._append(rest, path)
-            except (Unavailable, DeadlineExceeded):
-                tries = 1 if _size(path) > start else tries + 1
-                if tries == TRIES:
+                await self._fill(copy, asked, source)
+                await asyncio.to_thread(_complete, partial, final)
+                copy.directory = final
+                break
+            except DataLoss as error:
+                if not source:
                     raise
-                await asyncio.sleep(AGAIN_S)
+                _log.warning("copied_anew", version=final.name, source=source, error=str(error))
+                source = ""
+            finally:
+                copy.end()
+        seconds = round(time.monotonic() - started_s, 3)
+        _log.info("version_copied", version=final.name, source=source or "gateway", seconds=seconds)
+        await asyncio.to_thread(self._prune, target_name(asked.target))
 
-    async def _append(self, rest: pb.ReadSpooledRequest, path: Path) -> None:
-        loop, stalled_s = asyncio.get_running_loop(), patient(STALLED_S)
-        with path.open("ab") as file, rpc_errors():
+    async def _fill(self, copy: Copy, asked: pb.ReadSpooledRequest, source: str) -> None:
+        """Copies from another host, and the rest from the gateway."""
+        names = sorted(copy.files.keys() - {MANIFEST})
+        if source and self._security is not None:
             try:
-                async with (
-                    asyncio.timeout(stalled_s) as waiting,
-                    aclosing(responses(self.stub.ReadSpooled(rest))) as stream,
-                ):
-                    async for response in stream:
-                        await asyncio.to_thread(file.write, response.data)
-                        waiting.reschedule(loop.time() + stalled_s)
-            except TimeoutError as error:
-                message = f"the gateway sends no more of {rest.name}"
-                raise DeadlineExceeded(message, seen=f"{stalled_s} s") from error
+                async with channel(source, self._security) as peer:
+                    await wait_ready(peer, patient(CONNECT_S))
+                    stub: Any = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
+                    for name in names:
+                        await _fetch(stub, asked, name, copy, copy.directory / name, tries=1)
+            except PacelineError as error:
+                _log.warning("rest_is_copied_from_gateway", source=source, error=str(error))
+        for name in names:
+            await _fetch(self.stub, asked, name, copy, copy.directory / name)
 
     def _prune(self, target: str) -> None:
         """Leaves the newest copies of a target."""
@@ -155,24 +200,64 @@ class SpoolCopies:
             shutil.rmtree(old)
 
 
+async def _fetch(
+    stub: Any, asked: pb.ReadSpooledRequest, name: str, copy: Copy, path: Path, tries: int = 0
+) -> None:
+    """Appends what is missing of the file, in as many calls as bring something; `tries` without
+    a byte at most, 0: TRIES.
+    """
+    tried = 0
+    while (start := _size(path)) < copy.files.get(name, 0):
+        rest = pb.ReadSpooledRequest(name=name, start=start)
+        rest.MergeFrom(asked)
+        try:
+            await _append(stub, rest, path, copy)
+        except (Unavailable, DeadlineExceeded):
+            tried = 1 if _size(path) > start else tried + 1
+            if tried >= (tries or TRIES):
+                raise
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _append(stub: Any, rest: pb.ReadSpooledRequest, path: Path, copy: Copy) -> None:
+    loop, stalled_s = asyncio.get_running_loop(), patient(STALLED_S)
+    with path.open("ab") as file, rpc_errors():
+        try:
+            async with (
+                asyncio.timeout(stalled_s) as waiting,
+                aclosing(responses(stub.ReadSpooled(rest))) as stream,
+            ):
+                async for response in stream:
+                    await asyncio.to_thread(_write, file, response.data)
+                    copy.tell()
+                    waiting.reschedule(loop.time() + stalled_s)
+        except TimeoutError as error:
+            message = f"no more of {rest.name} is sent"
+            raise DeadlineExceeded(message, seen=f"{stalled_s} s") from error
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()  # others read it meanwhile
+
+
+def _name(asked: pb.ReadSpooledRequest) -> str:
+    return f"{target_name(asked.target)}-{asked.version}"
+
+
 def _size(path: Path) -> int:
     """Bytes of a file that is there from now on."""
     path.touch()
     return path.stat().st_size
 
 
-def _sizes(directory: Path) -> dict[str, int]:
-    return {one.name: one.stat().st_size for one in directory.iterdir() if one.is_file()}
-
-
-def _has(directory: Path, manifest: Path) -> bool:
-    own = directory / MANIFEST
-    return own.is_file() and own.read_bytes() == manifest.read_bytes()
+def _same(manifest: Path, other: Path) -> bool:
+    return manifest.is_file() and manifest.read_bytes() == other.read_bytes()
 
 
 def _begin(partial: Path, manifest: Path) -> None:
     """Makes room for a copy, unless one of the same content was broken off there."""
-    if not _has(partial, manifest):
+    if not _same(partial / MANIFEST, manifest):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         shutil.copyfile(manifest, partial / MANIFEST)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.local.patience import patient
-from paceline.rpc import rpc_errors
+from paceline.rpc import leased, rpc_errors
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
@@ -23,7 +23,7 @@ Order = list[tuple[str, int, str]]
 
 
 def lease(served: Any, epoch: int = 1) -> tpb.CommandContext:
-    return tpb.CommandContext(run_id=served.config.run.id, step=1, epoch=epoch)
+    return leased(served.config.security, served.config.run.id, 1, epoch)
 
 
 async def push(served: Any, target: int, version: int, epoch: int = 1) -> None:

@@ -92,7 +92,7 @@ async def stub(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[A
 
 @pytest.fixture
 def copies(tmp_path: Path, stub: Any) -> SpoolCopies:
-    found = SpoolCopies(tmp_path / "spool", tmp_path / "copies")
+    found = SpoolCopies(tmp_path / "spool", tmp_path / "copies", host=1)
     found.stub = stub
     return found
 
@@ -225,7 +225,7 @@ async def test_a_gateway_that_sends_no_more_is_given_up(
     monkeypatch.setattr(WorkerHosts, "ReadSpooled", silent)
     monkeypatch.setattr(spool_copies, "STALLED_S", 0.5)
     monkeypatch.setattr(spool_copies, "TRIES", 2)
-    with pytest.raises(DeadlineExceeded, match=r"sends no more of manifest.json"):
+    with pytest.raises(DeadlineExceeded, match=r"no more of manifest.json is sent"):
         await copies.copy(P, 1)
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,12 @@ async def host(
         if process.returncode is None:
             process.terminate()
         await process.communicate()
+
+
+async def ended(process: asyncio.subprocess.Process) -> str:
+    """What a host has said when it is told to end."""
+    process.terminate()
+    return (await process.communicate())[1].decode()
 
 
 class Hosts:
@@ -188,6 +195,28 @@ async def test_a_version_that_a_host_cannot_copy_is_refused_by_its_workers(
             await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         assert [one.ready for one in await workers(served)] == [True, True]
     assert not told
+
+
+async def test_hosts_copy_from_each_other_by_mutual_tls(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: dict[str, Any]
+) -> None:
+    (tmp_path / "script.json").write_text(json.dumps(script))
+    monkeypatch.setenv("OWN_TOKEN", "of-this-run")
+    own = authority(tmp_path, "own", "OWN_TOKEN")
+    given = {"security": own.model_dump(mode="json", exclude_unset=True)}
+    given["engine"] = {**APART, "hosts": (1, 1, 1), "copies_fan_out": 1}
+    async with hosts.host(**given) as first, hosts.host(2, **given) as second:
+        config = GatewayConfig.model_validate(hosts.settings(**given))
+        async with running(config) as head:
+            async with channel(f"127.0.0.1:{head.grpc_port}", own) as peer:
+                served = SimpleNamespace(config=config, channel=peer, stub=RolloutServiceStub(peer))
+                await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+                await commit(served, VersionSet(1, 1, 0))
+                there = await workers(served)
+            assert [one.health.versions.policy for one in there] == [1, 1, 1]
+        said = {1: await ended(first), 2: await ended(second)}
+    assert re.search(r"version_copied .*source=gateway", said[1])
+    assert re.search(r"version_copied .*source=127.0.0.1:\d+", said[2])
 
 
 async def test_hidden_rows_of_a_worker_on_another_host_are_those_of_one_here(
