@@ -272,6 +272,10 @@ class GatewayConfig(ServiceConfig):
     them holds the addresses and the spool. Each needs a core, and a worker, of which it lends out
     all but the last in open traffic.
     """
+    replica_port: int = Field(default=0, ge=0, le=65_535)
+    """First of the ports at which hosts of engine workers join the replicas, one each; 0: free
+    ones.
+    """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()

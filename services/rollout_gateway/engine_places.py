@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from paceline.errors import ConfigError
 
@@ -11,15 +12,15 @@ def number_of_places(first: int, most_workers: int, hosts: Sequence[int], replic
     """Engine workers that there may be, where there are `first` at the start.
 
     Raises ConfigError for fewer than these, for others than there are places on hosts, and for
-    places without a worker or on other hosts where several processes share the workers.
+    places without a worker where several processes share the workers.
     """
     there = sum(hosts)
     most = most_workers or there or first
-    if hosts and (most != there or first > most or replicas > 1):
+    if hosts and (most != there or first > most):
         raise ConfigError(
             "gateway.engine.hosts",
-            seen=f"{list(hosts)}, workers={first}, most_workers={most}, replicas={replicas}",
-            allowed=f"at most {there} workers, most_workers 0 or {there}, 1 replica",
+            seen=f"{list(hosts)}, workers={first}, most_workers={most}",
+            allowed=f"at most {there} workers, most_workers 0 or {there}",
         )
     if most < first or (most > first and replicas > 1):
         raise ConfigError(
@@ -28,3 +29,17 @@ def number_of_places(first: int, most_workers: int, hosts: Sequence[int], replic
             allowed=f"0 or {first}" if replicas > 1 else f"0, or at least {first}",
         )
     return most
+
+
+def shares_of(workers: int, replicas: int) -> list[range]:
+    """Workers of each replica, by their numbers, as evenly as can be: neighbours are together."""
+    ends = [index * workers // replicas for index in range(replicas + 1)]
+    return [range(*pair) for pair in pairwise(ends)]
+
+
+def by_host(share: range, hosts: Sequence[int]) -> tuple[int, ...]:
+    """How many of these workers are on each host, where workers are numbered on over the hosts."""
+    ends = list(accumulate(hosts, initial=0))
+    return tuple(
+        max(0, min(share.stop, end) - max(share.start, first)) for first, end in pairwise(ends)
+    )

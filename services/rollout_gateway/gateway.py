@@ -90,7 +90,7 @@ class Gateway:
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
         self.first_worker = place.first_worker if place else 0
-        self.worker_hosts = other_hosts(config, self.spool)
+        self.worker_hosts = other_hosts(config, self.spool, place)
         """Those that join it; None: all workers are here."""
         self.router = self._make_router(forker)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)

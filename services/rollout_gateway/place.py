@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.config import Config, SecurityConfig
 from paceline.errors import ConfigError
+from paceline.local.ports import free_ports
+from paceline.report.machine import same_on_hosts
 from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_places import by_host, shares_of
 from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.tagged_json import from_object, to_object
 from paceline.whole_files import write_whole
+
+OF_A_HOST = frozenset({"redis", "security", "telemetry"})
+"""Settings that hosts of engine workers may have each for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,9 @@ class ReplicaPlace:
     workers: int
     sockets: str  # directory of its sockets, private to this user
     state: str  # directory of what it remembers over its restarts
+    hosts: tuple[int, ...] = ()  # of its workers on each host, the gateway's own first
+    hosts_address: str = ""  # where other hosts join it
+    same_on_hosts: Mapping[str, str] = field(default_factory=dict)  # see machine.same_on_hosts
 
     @property
     def name(self) -> str:
@@ -49,24 +59,36 @@ def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPla
 
     Raises ConfigError where there are fewer workers than replicas, or places without a worker.
     """
-    count, workers = config.replicas, config.worker_places
+    count, workers, hosts = config.replicas, config.worker_places, config.engine.hosts
     if count > workers:
         raise ConfigError(
             "gateway.replicas: each replica needs an engine worker",
             seen=f"{count} replicas, {workers} workers",
             allowed=f"at most {workers}, or more gateway.engine.workers",
         )
-    firsts = [index * workers // count for index in range(count + 1)]
+    elsewhere = len(hosts) > 1
+    ports = _join_ports(config) if elsewhere else [0] * count
+    host = config.addresses.gateway.rpartition(":")[0]
     return [
         ReplicaPlace(
             Shard(index, count),
-            firsts[index],
-            firsts[index + 1] - firsts[index],
+            share.start,
+            len(share),
             str(sockets),
             str(spool / f"replica-{index}"),
+            by_host(share, hosts),
+            f"{host}:{port}" if elsewhere else "",
+            same_on_hosts(config, OF_A_HOST) if elsewhere else {},
         )
-        for index in range(count)
+        for index, (share, port) in enumerate(zip(shares_of(workers, count), ports, strict=True))
     ]
+
+
+def _join_ports(config: GatewayConfig) -> Sequence[int]:
+    """Of the replicas, where hosts join them."""
+    if first := config.replica_port:
+        return range(first, first + config.replicas)
+    return free_ports(config.replicas)
 
 
 def check_cores(config: GatewayConfig, cores: int) -> None:
@@ -106,7 +128,7 @@ def _own_settings(place: ReplicaPlace, config: GatewayConfig) -> GatewayConfig:
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(
-                update={"workers": place.workers, "most_workers": 0}
+                update={"workers": place.workers, "most_workers": 0, "hosts": ()}
             ),
             "sessions": sessions.model_copy(update=shared(sessions, "limit", "ended_tokens")),
             "queue": queue.model_copy(update=shared(queue, "limit", "running")),

@@ -92,7 +92,10 @@ async def running(
         server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway))
-    port = await _start(gateway, server)
+    joins = None
+    if place is not None and place.hosts_address and gateway.worker_hosts is not None:
+        joins = Server(place.hosts_address, config.security)
+    port = await _start(gateway, server, joins)
     longest = gateway.router.ready.max_sequence_tokens
     server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
     try:
@@ -119,25 +122,27 @@ async def running(
             await gateway.router.keeper.stop_keeping()  # workers of other hosts end with the server
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
+            if joins is not None:
+                await joins.stop(STOP_GRACE_S)
     finally:
         await gateway.stop()
 
 
-async def _start(gateway: Gateway, server: Server) -> int:
-    """Starts the gateway. Hosts of its workers join meanwhile, before anybody else is answered: the
-    port is then that of the server, else 0.
+async def _start(gateway: Gateway, server: Server, joins: Server | None) -> int:
+    """Starts the gateway. Hosts of its workers join meanwhile, before anybody else is answered: at
+    a server of their own, or at this one, whose port is returned then, else 0.
     """
-    hosts, port = gateway.worker_hosts, 0
+    hosts, joined, port = gateway.worker_hosts, joins or server, 0
     if hosts is not None:
-        server.add(add_WorkerHostServiceServicer_to_server, hosts, HOSTS_SERVICE)
-        port = await server.start(first=HOSTS_SERVICE)
+        joined.add(add_WorkerHostServiceServicer_to_server, hosts, HOSTS_SERVICE)
+        port = await joined.start(first=HOSTS_SERVICE)
     try:
         await gateway.start()
     except BaseException:
         if port:
-            await server.stop(0)
+            await joined.stop(0)
         raise
-    return port
+    return 0 if joins else port
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ need of each other. Imports no torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError
@@ -12,10 +14,12 @@ from paceline.local.forking import Forker
 from paceline.plugins import import_object
 from paceline.report.machine import same_on_hosts
 from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_places import by_host, shares_of
 from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.features.publisher import ROW_DTYPES
+from paceline.services.rollout_gateway.place import OF_A_HOST, ReplicaPlace
 from paceline.services.rollout_gateway.workers.hosting import WorkerHost
 from paceline.services.rollout_gateway.workers.hosts import WorkerHosts
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape
@@ -26,8 +30,6 @@ RING_ROWS = 16_384
 """Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
 tokens of every round.
 """
-OF_A_HOST = frozenset({"redis", "security", "telemetry"})
-"""Settings that hosts may have each for itself."""
 
 
 def row_shape(config: GatewayConfig) -> RowShape | None:
@@ -48,30 +50,56 @@ def local_workers(config: GatewayConfig, forker: Forker | None = None) -> LocalW
     return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, forker)
 
 
-def other_hosts(config: GatewayConfig, spool: Spool) -> WorkerHosts | None:
-    """The hosts that the gateway's workers are on besides its own, None where there are none.
-    Raises ConfigError where they could not load what is pushed.
+def other_hosts(
+    config: GatewayConfig, spool: Spool, place: ReplicaPlace | None
+) -> WorkerHosts | None:
+    """The hosts that the workers of the gateway, or of a replica, are on besides its own; None
+    where there are none. Raises ConfigError where they could not load what is pushed.
     """
-    if len(config.engine.hosts) < 2:
+    hosts = place.hosts if place else config.engine.hosts
+    if not any(hosts[1:]):
         return None
     _require_spool(config)
-    engine = config.engine
-    return WorkerHosts(engine.hosts, row_shape(config), _same(config), spool, engine.copies_fan_out)
+    same = place.same_on_hosts if place else same_on_hosts(config, OF_A_HOST)
+    return WorkerHosts(hosts, row_shape(config), same, spool, config.engine.copies_fan_out)
 
 
-def held_workers(config: GatewayConfig, host: int) -> WorkerHost:
+@dataclass(frozen=True, slots=True)
+class HeldWorkers:
+    """What one of these hosts holds for the gateway, or for each replica that has workers there."""
+
+    local: LocalWorkers
+    copies: SpoolCopies | None
+    of_replicas: Mapping[int, WorkerHost]
+
+    async def close(self) -> None:
+        """Ends what workers are forked from, and what others copy from."""
+        if self.copies is not None:
+            await self.copies.close()
+        await self.local.close()
+
+
+def held_workers(config: GatewayConfig, host: int) -> HeldWorkers:
     """Those of one of these hosts, to be held there. Raises ConfigError."""
-    spool = _require_spool(config)
-    first = sum(config.engine.hosts[:host])
-    copies = None
-    if not config.engine.shared_spool:
-        directory, others = (
-            spool.with_name(f"{spool.name}-host-{host}"),
-            len(config.engine.hosts) - 1,
-        )
-        tree = 0 < config.engine.copies_fan_out < others
-        copies = SpoolCopies(spool, directory, host, config.security if tree else None)
-    return WorkerHost(local_workers(config), host, first, spool, _same(config), copies)
+    spool, hosts = _require_spool(config), config.engine.hosts
+    local, copies = local_workers(config), _copies(config, spool, host)
+    same, first = same_on_hosts(config, OF_A_HOST), sum(hosts[:host])
+    shares = shares_of(config.worker_places, config.replicas)
+    held = {
+        number: WorkerHost(local, host, first - share.start, spool, same, copies)
+        for number, share in enumerate(shares)
+        if by_host(share, hosts)[host]
+    }
+    return HeldWorkers(local, copies, held)
+
+
+def _copies(config: GatewayConfig, spool: Path, host: int) -> SpoolCopies | None:
+    """Of the spool; None where its path is here too."""
+    if config.engine.shared_spool:
+        return None
+    by_tree = 0 < config.engine.copies_fan_out < len(config.engine.hosts) - 1
+    directory = spool.with_name(f"{spool.name}-host-{host}")
+    return SpoolCopies(spool, directory, host, config.security if by_tree else None)
 
 
 def _require_spool(config: GatewayConfig) -> Path:
@@ -82,7 +110,3 @@ def _require_spool(config: GatewayConfig) -> Path:
             allowed="gateway.spool_dir, on a path that all hosts share where engine.shared_spool",
         )
     return config.spool
-
-
-def _same(config: GatewayConfig) -> dict[str, str]:
-    return same_on_hosts(config, OF_A_HOST)

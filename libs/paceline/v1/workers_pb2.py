@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/workers.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"\xfa\x01\n\x12HoldWorkersRequest\x12/\n\x06joined\x18\x01 \x01(\x0b\x32\x1d.paceline.v1.WorkerHostJoinedH\x00\x12-\n\x07started\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.WorkerStartedH\x00\x12\'\n\x04rows\x18\x03 \x01(\x0b\x32\x17.paceline.v1.WorkerPartH\x00\x12(\n\x05\x65vent\x18\x04 \x01(\x0b\x32\x17.paceline.v1.WorkerPartH\x00\x12)\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x18.paceline.v1.WorkerEndedH\x00\x42\x06\n\x04news\"\x9c\x01\n\x10WorkerHostJoined\x12\x0c\n\x04host\x18\x01 \x01(\r\x12\x35\n\x04same\x18\x02 \x03(\x0b\x32\'.paceline.v1.WorkerHostJoined.SameEntry\x12\x16\n\x0e\x63opies_address\x18\x03 \x01(\t\x1a+\n\tSameEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"*\n\rWorkerStarted\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x0b\n\x03pid\x18\x02 \x01(\r\"6\n\nWorkerPart\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\"+\n\x0bWorkerEnded\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xd2\x01\n\x13HoldWorkersResponse\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.paceline.v1.StartWorkerH\x00\x12*\n\x07\x63ommand\x18\x02 \x01(\x0b\x32\x17.paceline.v1.WorkerPartH\x00\x12\'\n\x04kill\x18\x03 \x01(\x0b\x32\x17.paceline.v1.KillWorkerH\x00\x12\x32\n\nexpect_end\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.ExpectWorkerEndH\x00\x42\x07\n\x05order\"E\n\x0bStartWorker\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x14\n\x0cworker_index\x18\x02 \x01(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\"\x1a\n\nKillWorker\x12\x0c\n\x04life\x18\x01 \x01(\x04\"\x1f\n\x0f\x45xpectWorkerEnd\x12\x0c\n\x04life\x18\x01 \x01(\x04\"\x8d\x01\n\x12ReadSpooledRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0c\n\x04host\x18\x05 \x01(\r\x12\x10\n\x08manifest\x18\x06 \x01(\t\"\x9d\x01\n\x13ReadSpooledResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12:\n\x05\x66iles\x18\x02 \x03(\x0b\x32+.paceline.v1.ReadSpooledResponse.FilesEntry\x12\x0e\n\x06source\x18\x03 \x01(\t\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xbd\x01\n\x11WorkerHostService\x12T\n\x0bHoldWorkers\x12\x1f.paceline.v1.HoldWorkersRequest\x1a .paceline.v1.HoldWorkersResponse(\x01\x30\x01\x12R\n\x0bReadSpooled\x12\x1f.paceline.v1.ReadSpooledRequest\x1a .paceline.v1.ReadSpooledResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/workers.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"%\n\x12\x46indReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\r\"#\n\x13\x46indReplicaResponse\x12\x0c\n\x04port\x18\x01 \x01(\r\"\xfa\x01\n\x12HoldWorkersRequest\x12/\n\x06joined\x18\x01 \x01(\x0b\x32\x1d.paceline.v1.WorkerHostJoinedH\x00\x12-\n\x07started\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.WorkerStartedH\x00\x12\'\n\x04rows\x18\x03 \x01(\x0b\x32\x17.paceline.v1.WorkerPartH\x00\x12(\n\x05\x65vent\x18\x04 \x01(\x0b\x32\x17.paceline.v1.WorkerPartH\x00\x12)\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x18.paceline.v1.WorkerEndedH\x00\x42\x06\n\x04news\"\x9c\x01\n\x10WorkerHostJoined\x12\x0c\n\x04host\x18\x01 \x01(\r\x12\x35\n\x04same\x18\x02 \x03(\x0b\x32\'.paceline.v1.WorkerHostJoined.SameEntry\x12\x16\n\x0e\x63opies_address\x18\x03 \x01(\t\x1a+\n\tSameEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"*\n\rWorkerStarted\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x0b\n\x03pid\x18\x02 \x01(\r\"6\n\nWorkerPart\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\"+\n\x0bWorkerEnded\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xd2\x01\n\x13HoldWorkersResponse\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.paceline.v1.StartWorkerH\x00\x12*\n\x07\x63ommand\x18\x02 \x01(\x0b\x32\x17.paceline.v1.WorkerPartH\x00\x12\'\n\x04kill\x18\x03 \x01(\x0b\x32\x17.paceline.v1.KillWorkerH\x00\x12\x32\n\nexpect_end\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.ExpectWorkerEndH\x00\x42\x07\n\x05order\"E\n\x0bStartWorker\x12\x0c\n\x04life\x18\x01 \x01(\x04\x12\x14\n\x0cworker_index\x18\x02 \x01(\r\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\"\x1a\n\nKillWorker\x12\x0c\n\x04life\x18\x01 \x01(\x04\"\x1f\n\x0f\x45xpectWorkerEnd\x12\x0c\n\x04life\x18\x01 \x01(\x04\"\x8d\x01\n\x12ReadSpooledRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0c\n\x04host\x18\x05 \x01(\r\x12\x10\n\x08manifest\x18\x06 \x01(\t\"\x9d\x01\n\x13ReadSpooledResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12:\n\x05\x66iles\x18\x02 \x03(\x0b\x32+.paceline.v1.ReadSpooledResponse.FilesEntry\x12\x0e\n\x06source\x18\x03 \x01(\t\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x8f\x02\n\x11WorkerHostService\x12P\n\x0b\x46indReplica\x12\x1f.paceline.v1.FindReplicaRequest\x1a .paceline.v1.FindReplicaResponse\x12T\n\x0bHoldWorkers\x12\x1f.paceline.v1.HoldWorkersRequest\x1a .paceline.v1.HoldWorkersResponse(\x01\x30\x01\x12R\n\x0bReadSpooled\x12\x1f.paceline.v1.ReadSpooledRequest\x1a .paceline.v1.ReadSpooledResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,32 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERHOSTJOINED_SAMEENTRY']._serialized_options = b'8\001'
   _globals['_READSPOOLEDRESPONSE_FILESENTRY']._loaded_options = None
   _globals['_READSPOOLEDRESPONSE_FILESENTRY']._serialized_options = b'8\001'
-  _globals['_HOLDWORKERSREQUEST']._serialized_start=69
-  _globals['_HOLDWORKERSREQUEST']._serialized_end=319
-  _globals['_WORKERHOSTJOINED']._serialized_start=322
-  _globals['_WORKERHOSTJOINED']._serialized_end=478
-  _globals['_WORKERHOSTJOINED_SAMEENTRY']._serialized_start=435
-  _globals['_WORKERHOSTJOINED_SAMEENTRY']._serialized_end=478
-  _globals['_WORKERSTARTED']._serialized_start=480
-  _globals['_WORKERSTARTED']._serialized_end=522
-  _globals['_WORKERPART']._serialized_start=524
-  _globals['_WORKERPART']._serialized_end=578
-  _globals['_WORKERENDED']._serialized_start=580
-  _globals['_WORKERENDED']._serialized_end=623
-  _globals['_HOLDWORKERSRESPONSE']._serialized_start=626
-  _globals['_HOLDWORKERSRESPONSE']._serialized_end=836
-  _globals['_STARTWORKER']._serialized_start=838
-  _globals['_STARTWORKER']._serialized_end=907
-  _globals['_KILLWORKER']._serialized_start=909
-  _globals['_KILLWORKER']._serialized_end=935
-  _globals['_EXPECTWORKEREND']._serialized_start=937
-  _globals['_EXPECTWORKEREND']._serialized_end=968
-  _globals['_READSPOOLEDREQUEST']._serialized_start=971
-  _globals['_READSPOOLEDREQUEST']._serialized_end=1112
-  _globals['_READSPOOLEDRESPONSE']._serialized_start=1115
-  _globals['_READSPOOLEDRESPONSE']._serialized_end=1272
-  _globals['_READSPOOLEDRESPONSE_FILESENTRY']._serialized_start=1228
-  _globals['_READSPOOLEDRESPONSE_FILESENTRY']._serialized_end=1272
-  _globals['_WORKERHOSTSERVICE']._serialized_start=1275
-  _globals['_WORKERHOSTSERVICE']._serialized_end=1464
+  _globals['_FINDREPLICAREQUEST']._serialized_start=68
+  _globals['_FINDREPLICAREQUEST']._serialized_end=105
+  _globals['_FINDREPLICARESPONSE']._serialized_start=107
+  _globals['_FINDREPLICARESPONSE']._serialized_end=142
+  _globals['_HOLDWORKERSREQUEST']._serialized_start=145
+  _globals['_HOLDWORKERSREQUEST']._serialized_end=395
+  _globals['_WORKERHOSTJOINED']._serialized_start=398
+  _globals['_WORKERHOSTJOINED']._serialized_end=554
+  _globals['_WORKERHOSTJOINED_SAMEENTRY']._serialized_start=511
+  _globals['_WORKERHOSTJOINED_SAMEENTRY']._serialized_end=554
+  _globals['_WORKERSTARTED']._serialized_start=556
+  _globals['_WORKERSTARTED']._serialized_end=598
+  _globals['_WORKERPART']._serialized_start=600
+  _globals['_WORKERPART']._serialized_end=654
+  _globals['_WORKERENDED']._serialized_start=656
+  _globals['_WORKERENDED']._serialized_end=699
+  _globals['_HOLDWORKERSRESPONSE']._serialized_start=702
+  _globals['_HOLDWORKERSRESPONSE']._serialized_end=912
+  _globals['_STARTWORKER']._serialized_start=914
+  _globals['_STARTWORKER']._serialized_end=983
+  _globals['_KILLWORKER']._serialized_start=985
+  _globals['_KILLWORKER']._serialized_end=1011
+  _globals['_EXPECTWORKEREND']._serialized_start=1013
+  _globals['_EXPECTWORKEREND']._serialized_end=1044
+  _globals['_READSPOOLEDREQUEST']._serialized_start=1047
+  _globals['_READSPOOLEDREQUEST']._serialized_end=1188
+  _globals['_READSPOOLEDRESPONSE']._serialized_start=1191
+  _globals['_READSPOOLEDRESPONSE']._serialized_end=1348
+  _globals['_READSPOOLEDRESPONSE_FILESENTRY']._serialized_start=1304
+  _globals['_READSPOOLEDRESPONSE_FILESENTRY']._serialized_end=1348
+  _globals['_WORKERHOSTSERVICE']._serialized_start=1351
+  _globals['_WORKERHOSTSERVICE']._serialized_end=1622
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class FindReplicaRequest(_message.Message):
+    __slots__ = ("replica",)
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    replica: int
+    def __init__(self, replica: _Optional[int] = ...) -> None: ...
+
+class FindReplicaResponse(_message.Message):
+    __slots__ = ("port",)
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    def __init__(self, port: _Optional[int] = ...) -> None: ...
+
 class HoldWorkersRequest(_message.Message):
     __slots__ = ("joined", "started", "rows", "event", "ended")
     JOINED_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerHostServiceStub:
-    """Served by a gateway whose engine workers are on several hosts; ReadSpooled also by hosts that others copy from.
+    """Served by a gateway whose engine workers are on several hosts; where it has replicas by each of them, and FindReplica by their
+    head. ReadSpooled also by hosts that others copy from.
     """
 
     def __init__(self, channel):
@@ -35,6 +36,11 @@ class WorkerHostServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.FindReplica = channel.unary_unary(
+                '/paceline.v1.WorkerHostService/FindReplica',
+                request_serializer=paceline_dot_v1_dot_workers__pb2.FindReplicaRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_workers__pb2.FindReplicaResponse.FromString,
+                _registered_method=True)
         self.HoldWorkers = channel.stream_stream(
                 '/paceline.v1.WorkerHostService/HoldWorkers',
                 request_serializer=paceline_dot_v1_dot_workers__pb2.HoldWorkersRequest.SerializeToString,
@@ -48,8 +54,16 @@ class WorkerHostServiceStub:
 
 
 class WorkerHostServiceServicer:
-    """Served by a gateway whose engine workers are on several hosts; ReadSpooled also by hosts that others copy from.
+    """Served by a gateway whose engine workers are on several hosts; where it has replicas by each of them, and FindReplica by their
+    head. ReadSpooled also by hosts that others copy from.
     """
+
+    def FindReplica(self, request, context):
+        """Where hosts join a replica of the gateway.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def HoldWorkers(self, request_iterator, context):
         """A host joins: it says what becomes of its workers and does what it is told, as long as the stream lasts.
@@ -69,6 +83,11 @@ class WorkerHostServiceServicer:
 
 def add_WorkerHostServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'FindReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindReplica,
+                    request_deserializer=paceline_dot_v1_dot_workers__pb2.FindReplicaRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_workers__pb2.FindReplicaResponse.SerializeToString,
+            ),
             'HoldWorkers': grpc.stream_stream_rpc_method_handler(
                     servicer.HoldWorkers,
                     request_deserializer=paceline_dot_v1_dot_workers__pb2.HoldWorkersRequest.FromString,
@@ -88,8 +107,36 @@ def add_WorkerHostServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerHostService:
-    """Served by a gateway whose engine workers are on several hosts; ReadSpooled also by hosts that others copy from.
+    """Served by a gateway whose engine workers are on several hosts; where it has replicas by each of them, and FindReplica by their
+    head. ReadSpooled also by hosts that others copy from.
     """
+
+    @staticmethod
+    def FindReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.WorkerHostService/FindReplica',
+            paceline_dot_v1_dot_workers__pb2.FindReplicaRequest.SerializeToString,
+            paceline_dot_v1_dot_workers__pb2.FindReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def HoldWorkers(request_iterator,

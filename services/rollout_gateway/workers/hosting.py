@@ -5,7 +5,8 @@ is told. When the stream ends, so do the workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,17 @@ class HeldWorker:
     """One life of a worker here, started and ended by its gateway elsewhere."""
 
     def __init__(
-        self, life: int, worker: LocalWorker, gateway: _Service, copies: SpoolCopies | None
+        self,
+        life: int,
+        worker: LocalWorker,
+        gateway: _Service,
+        path_of: Callable[[engine_pb2.PrepareWeights], Awaitable[str]] | None,
     ) -> None:
-        """`copies`: see WorkerHost."""
+        """`path_of`: where what it is told to load is here; None: where it is told."""
         self._life = life
         self._worker = worker
         self._gateway = gateway
-        self._copies = copies
+        self._path_of = path_of
         self._command = JoinedParts()
         self._rows_dropped = 0
         self._tasks: asyncio.TaskGroup | None = None
@@ -70,19 +75,20 @@ class HeldWorker:
         """Passes a command on with its last part."""
         if (whole := self._command.add(command)) is None:
             return
-        if self._copies is not None:
+        if self._path_of is not None:
             told = engine_pb2.WorkerCommand.FromString(whole)
             if told.HasField("prepare_weights"):
-                self._begin_task(self._prepare(self._copies, told))
+                self._begin_task(self._prepare(told))
                 return
         self._worker.send(whole)
 
-    async def _prepare(self, copies: SpoolCopies, told: engine_pb2.WorkerCommand) -> None:
+    async def _prepare(self, told: engine_pb2.WorkerCommand) -> None:
         """Has the worker load a copy of what it is told to load; answers in its place where there
         is none.
         """
+        assert self._path_of is not None
         try:
-            told.prepare_weights.path = await copies.path_of(told.prepare_weights)
+            told.prepare_weights.path = await self._path_of(told.prepare_weights)
         except PacelineError as error:
             failed = wire.failed_to(error)
             self._pass_on(engine_pb2.WorkerEvent(command_id=told.command_id, failed=failed), None)
@@ -130,8 +136,9 @@ class WorkerHost:
         same: Mapping[str, str],
         copies: SpoolCopies | None = None,
     ) -> None:
-        """`first`: index of this host's first worker among those of the gateway; `spool`: of the
-        gateway, whose weights they load; `copies`: of it, None where its path is here too.
+        """`first`: index of this host's first place among the gateway's workers, below 0 where a
+        replica has but later ones; `spool`: of the gateway, whose weights they load; `copies`: of
+        it, None where its path is here too.
         """
         self._copies = copies
         self._spool = spool
@@ -139,30 +146,22 @@ class WorkerHost:
         self._first = first
         self._joined = pb.HoldWorkersRequest(joined=pb.WorkerHostJoined(host=host, same=same))
         self._gateway: _Service = JoinedHost(self._join, "engine workers")
+        self._stub: Any = None  # of the gateway's service, once it has joined
         self._held: dict[int, HeldWorker] = {}  # by life
 
     async def hold(self, address: str, security: SecurityConfig, connect_s: float) -> None:
         """Joins the gateway there and holds workers for it until it is gone; raises why. Afterwards
         no worker is left.
         """
-        joined = self._joined.joined
-        if self._copies is not None and not joined.copies_address:
-            joined.copies_address = await self._copies.serve(address)
+        if self._copies is not None:
+            self._joined.joined.copies_address = await self._copies.serve(address)
         await self._gateway.hold(
             self._joined, address, security, connect_s, self._obey, self._end_all
         )
 
-    async def close(self) -> None:
-        """Ends what workers are forked from, and what others copy from."""
-        if self._copies is not None:
-            await self._copies.close()
-        await self._local.close()
-
     def _join(self, peer: grpc.aio.Channel) -> Any:
-        stub: Any = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
-        if self._copies is not None:
-            self._copies.stub = stub
-        return stub.HoldWorkers()
+        self._stub = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
+        return self._stub.HoldWorkers()
 
     async def _obey(self, order: pb.HoldWorkersResponse, tasks: asyncio.TaskGroup) -> None:
         kind = order.WhichOneof("order")
@@ -195,7 +194,8 @@ class WorkerHost:
             ended = pb.WorkerEnded(life=start.life, reason=f"does not start: {error}")
             self._gateway.say(pb.HoldWorkersRequest(ended=ended))
             return
-        held = self._held[start.life] = HeldWorker(start.life, worker, self._gateway, self._copies)
+        path_of = partial(self._copies.path_of, gateway=self._stub) if self._copies else None
+        held = self._held[start.life] = HeldWorker(start.life, worker, self._gateway, path_of)
         held.begin(start.deadline_s, tasks)
 
     async def _end_all(self) -> None:

@@ -225,7 +225,8 @@ class WorkerHosts(WorkerHostServiceServicer):
         """
         self._spool = spool
         self._fan_out = fan_out
-        self._hosts = {number: HostWorkers(number) for number in range(1, len(places))}
+        numbers = [number for number, count in enumerate(places) if number and count]
+        self._hosts = {number: HostWorkers(number) for number in numbers}
         self._ends = list(accumulate(places))  # of the places of each host
         self._rows = rows
         self._same = dict(same)
@@ -254,7 +255,7 @@ class WorkerHosts(WorkerHostServiceServicer):
             raise InvalidInput(
                 "no engine workers are expected on this host",
                 seen=f"host {joined.host}",
-                allowed=f"1 to {len(self._hosts)}",
+                allowed=", ".join(map(str, self._hosts)),
             )
         check_same(joined.host, self._same, dict(joined.same), "workers")
         host.copies_address = joined.copies_address

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,6 +53,15 @@ CONNECT_S = 5.0
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A version that is not here."""
+
+    asked: pb.ReadSpooledRequest
+    listed: pb.ReadSpooledResponse
+    gateway: Any
+
+
 class SpoolCopies(WorkerHostServiceServicer):
     """Those of one host, which other hosts may copy from. Use on one event loop."""
 
@@ -68,19 +78,19 @@ class SpoolCopies(WorkerHostServiceServicer):
         self._one = asyncio.Lock()  # workers prepare a version together
         self._copies = Copies()
         self._server: Server | None = None
-        self.stub: Any = None
-        """Of the gateway's WorkerHostService, while the host has joined it."""
+        self._address = ""
 
     async def serve(self, gateway: str) -> str:
         """Has others copy from here, on the interface that leads to the gateway, until `close`;
         returns the address, empty where nobody does. Raises ConfigError.
         """
-        if self._security is None:
-            return ""
-        own = own_address(gateway)
-        self._server = Server(f"{own}:0", self._security)
-        self._server.add(add_WorkerHostServiceServicer_to_server, self, SERVICE)
-        return f"{own}:{await self._server.start()}"
+        async with self._one:
+            if self._server is None and self._security is not None:
+                own = own_address(gateway)
+                self._server = Server(f"{own}:0", self._security)
+                self._server.add(add_WorkerHostServiceServicer_to_server, self, SERVICE)
+                self._address = f"{own}:{await self._server.start()}"
+        return self._address
 
     async def close(self) -> None:
         """Nobody copies from here any more."""
@@ -95,17 +105,18 @@ class SpoolCopies(WorkerHostServiceServicer):
             async for response in parts_of_file:
                 yield response
 
-    async def path_of(self, told: PrepareWeights) -> str:
+    async def path_of(self, told: PrepareWeights, gateway: Any) -> str:
         """Where the weights of a command are on this host, copied if they lie in the spool: those
         of a run's start do not. Raises as `copy` does.
         """
         if not Path(told.path).is_relative_to(self._spool):
             return told.path
-        return str(await self.copy(told.target, told.version))
+        return str(await self.copy(told.target, told.version, gateway=gateway))
 
-    async def copy(self, target: int, version: int) -> Path:
+    async def copy(self, target: int, version: int, gateway: Any) -> Path:
         """The directory of a version here. One that is here already is asked for its manifest
-        alone: a version may have been pushed again with other content.
+        alone: a version may have been pushed again with other content. `gateway`: stub of its
+        WorkerHostService.
 
         Raises DataLoss for a copy that is not what was spooled, NotFound where nothing is,
         Unavailable or DeadlineExceeded when the gateway sends nothing, ResourceExhausted where
@@ -115,21 +126,22 @@ class SpoolCopies(WorkerHostServiceServicer):
         final = self._directory / _name(asked)
         news = final.with_name(f"{final.name}.{MANIFEST}")
         async with self._one:
-            listed = await self._list(asked)
+            listed = await self._list(asked, gateway)
             with writing(final):
                 news.parent.mkdir(parents=True, exist_ok=True)
                 news.unlink(missing_ok=True)
-                await _fetch(self.stub, asked, MANIFEST, Copy(news, listed.files), news)
+                await _fetch(gateway, asked, MANIFEST, Copy(news, listed.files), news)
                 if _same(final / MANIFEST, news):
                     here = Copy(final, listed.files)
                     here.end()
                     self._copies.add(final.name, here)
                 else:
-                    await self._make(asked, listed, news, final)
+                    asked.manifest = hash_of_manifest(news)
+                    await self._make(_Wanted(asked, listed, gateway), news, final)
                 news.unlink()
         return final
 
-    async def _list(self, asked: pb.ReadSpooledRequest) -> pb.ReadSpooledResponse:
+    async def _list(self, asked: pb.ReadSpooledRequest, gateway: Any) -> pb.ReadSpooledResponse:
         """Files of the version, and where they are to be copied from. Raises DataLoss for a file
         that is elsewhere.
         """
@@ -137,7 +149,7 @@ class SpoolCopies(WorkerHostServiceServicer):
         request = pb.ReadSpooledRequest(host=self._host)
         request.MergeFrom(asked)
         with rpc_errors():
-            call = self.stub.ReadSpooled(request, timeout=patient(STALLED_S))
+            call = gateway.ReadSpooled(request, timeout=patient(STALLED_S))
             async with aclosing(responses(call)) as stream:
                 async for response in stream:
                     found.MergeFrom(response)
@@ -145,25 +157,18 @@ class SpoolCopies(WorkerHostServiceServicer):
             raise DataLoss("a file of a version lies beside it", seen=strange[0])
         return found
 
-    async def _make(
-        self,
-        asked: pb.ReadSpooledRequest,
-        listed: pb.ReadSpooledResponse,
-        news: Path,
-        final: Path,
-    ) -> None:
+    async def _make(self, wanted: _Wanted, news: Path, final: Path) -> None:
         """Copies what is missing, from another host first if that is said. What one of them has
         sent is left once where the whole is damaged.
         """
-        started_s, source = time.monotonic(), listed.source
-        asked.manifest = hash_of_manifest(news)
+        started_s, source = time.monotonic(), wanted.listed.source
         partial = final.with_name(f"{final.name}.partial")
         while True:
             await asyncio.to_thread(_begin, partial, news)
-            copy = Copy(partial, listed.files)
+            copy = Copy(partial, wanted.listed.files)
             self._copies.add(final.name, copy)
             try:
-                await self._fill(copy, asked, source)
+                await self._fill(copy, wanted, source)
                 await asyncio.to_thread(_complete, partial, final)
                 copy.directory = final
                 break
@@ -176,9 +181,9 @@ class SpoolCopies(WorkerHostServiceServicer):
                 copy.end()
         seconds = round(time.monotonic() - started_s, 3)
         _log.info("version_copied", version=final.name, source=source or "gateway", seconds=seconds)
-        await asyncio.to_thread(self._prune, target_name(asked.target))
+        await asyncio.to_thread(self._prune, target_name(wanted.asked.target))
 
-    async def _fill(self, copy: Copy, asked: pb.ReadSpooledRequest, source: str) -> None:
+    async def _fill(self, copy: Copy, wanted: _Wanted, source: str) -> None:
         """Copies from another host, and the rest from the gateway."""
         names = sorted(copy.files.keys() - {MANIFEST})
         if source and self._security is not None:
@@ -187,11 +192,12 @@ class SpoolCopies(WorkerHostServiceServicer):
                     await wait_ready(peer, patient(CONNECT_S))
                     stub: Any = WorkerHostServiceStub(peer)  # type: ignore[no-untyped-call]
                     for name in names:
-                        await _fetch(stub, asked, name, copy, copy.directory / name, tries=1)
+                        path = copy.directory / name
+                        await _fetch(stub, wanted.asked, name, copy, path, tries=1)
             except PacelineError as error:
                 _log.warning("rest_is_copied_from_gateway", source=source, error=str(error))
         for name in names:
-            await _fetch(self.stub, asked, name, copy, copy.directory / name)
+            await _fetch(wanted.gateway, wanted.asked, name, copy, copy.directory / name)
 
     def _prune(self, target: str) -> None:
         """Leaves the newest copies of a target."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ async def stub(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[A
 @pytest.fixture
 def copies(tmp_path: Path, stub: Any) -> SpoolCopies:
     found = SpoolCopies(tmp_path / "spool", tmp_path / "copies", host=1)
-    found.stub = stub
+    found.copy = partial(found.copy, gateway=stub)  # type: ignore[method-assign]
     return found
 
 
@@ -201,13 +202,14 @@ async def test_nothing_but_files_of_spooled_versions_is_read(
 
 
 async def test_only_what_lies_in_the_spool_is_copied(
-    spool: Spool, tmp_path: Path, copies: SpoolCopies
+    spool: Spool, tmp_path: Path, stub: Any, copies: SpoolCopies
 ) -> None:
     spooled(spool, 1, 0.5, size=8)
     elsewhere = str(tmp_path / "model")
-    assert await copies.path_of(engine_pb2.PrepareWeights(target=P, path=elsewhere)) == elsewhere
+    own = engine_pb2.PrepareWeights(target=P, path=elsewhere)
+    assert await copies.path_of(own, stub) == elsewhere
     told = engine_pb2.PrepareWeights(target=P, version=1, path=str(spool.path(P, 1)))
-    assert await copies.path_of(told) == str(tmp_path / "copies" / "policy-1")
+    assert await copies.path_of(told, stub) == str(tmp_path / "copies" / "policy-1")
 
 
 async def test_a_gateway_that_sends_no_more_is_given_up(

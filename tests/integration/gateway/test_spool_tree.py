@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Tree(WorkerHostServiceServicer):
         """Another host, from which others may copy."""
         directory = self._directory / f"host-{number}"
         copies = SpoolCopies(self._directory / "spool", directory, number, SecurityConfig())
-        copies.stub = self.stub
+        copies.copy = partial(copies.copy, gateway=self.stub)  # type: ignore[method-assign]
         self.addresses[number] = await copies.serve(LOOPBACK)
         self._stack.push_async_callback(copies.close)
         return copies

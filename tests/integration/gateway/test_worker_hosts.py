@@ -36,12 +36,9 @@ from paceline.report.machine import same_on_hosts
 from paceline.rpc import channel, rpc_errors, wait_ready
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.place import OF_A_HOST
 from paceline.services.rollout_gateway.replicas.serving import running
-from paceline.services.rollout_gateway.worker_hosts import (
-    OF_A_HOST,
-    held_workers,
-    local_workers,
-)
+from paceline.services.rollout_gateway.worker_hosts import held_workers, local_workers
 from paceline.services.rollout_gateway.workers.hosting import WorkerHost
 from paceline.services.rollout_gateway.workers.local import LocalWorker
 from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key
@@ -156,10 +153,11 @@ async def held_here(hosts: Hosts, told: list[pb.PrepareWeights]) -> AsyncIterato
 
     config = GatewayConfig.model_validate(hosts.settings(engine=APART))
     held = held_workers(config, 1)
+    (worker_host,) = held.of_replicas.values()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("paceline.services.rollout_gateway.workers.local.LocalWorker", Told)
         address = config.addresses.gateway
-        holding = asyncio.create_task(held.hold(address, SecurityConfig(), patient(60)))
+        holding = asyncio.create_task(worker_host.hold(address, SecurityConfig(), patient(60)))
         try:
             yield
         finally:
@@ -341,7 +339,8 @@ async def test_a_host_without_the_spool_says_so_instead_of_starting_a_worker(
     (tmp_path / "script.json").write_text(json.dumps(script))
     config = GatewayConfig.model_validate(hosts.settings())
     same = same_on_hosts(config, OF_A_HOST)
-    held = WorkerHost(local_workers(config), 1, 1, tmp_path / "elsewhere", same)
+    local = local_workers(config)
+    held = WorkerHost(local, 1, 1, tmp_path / "elsewhere", same)
     address = config.addresses.gateway
     holding = asyncio.create_task(held.hold(address, SecurityConfig(), patient(60)))
     with pytest.raises(Unavailable, match=r"does not have the gateway's spool.*elsewhere"):
@@ -349,7 +348,7 @@ async def test_a_host_without_the_spool_says_so_instead_of_starting_a_worker(
             pass
     holding.cancel()
     await asyncio.gather(holding, return_exceptions=True)
-    await held.close()
+    await local.close()
 
 
 async def test_hosts_join_by_mutual_tls_and_with_the_token(
@@ -408,7 +407,6 @@ async def test_a_second_host_of_a_number_waits_until_the_first_has_gone(hosts: H
     [
         ({"engine": {"hosts": (1, 1), "workers": 3}}, "at most 2 workers"),
         ({"engine": {"hosts": (1, 1), "most_workers": 3}}, "most_workers 0 or 2"),
-        ({"engine": {"hosts": (1, 1)}, "replicas": 2}, "1 replica"),
         ({"engine": {"hosts": (1, 1)}, "spool_dir": ""}, "gateway.spool_dir, on a path that all"),
     ],
 )
