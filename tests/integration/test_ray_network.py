@@ -15,12 +15,13 @@ import zmq.auth
 from certificates import authority
 from demo_runs import left_over, wait_for
 from journal_tail import Entry, JournalTail
-from net_hosts import NETWORK, WITH_NAMESPACES, WITH_TAPS, Host, hosts
+from net_hosts import WITH_NAMESPACES, WITH_TAPS
 from ray_nodes import WITH_RAY, RayNode, host_of, ray_nodes, run_over_nodes, started
 from redis_servers import foreign_redis
 
 from benchmarks.chaos.remains import read_remains
 from benchmarks.chaos.verdict import judge
+from benchmarks.namespaces import NETWORK, Host, hosts
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 
