@@ -78,5 +78,7 @@ async def test_ranks_that_no_host_has_a_place_for_or_whose_host_dies_leave_those
 async def others_start(host_pid: int, before: psutil.Process) -> None:
     """Until ranks that were not there start on the host."""
     async with asyncio.timeout(patient(60)):
-        while {one.pid for one in running(RANK, host_pid)} <= {before.pid}:
+        while True:
+            if {one.pid for one in running(RANK, host_pid)} - {before.pid}:
+                return
             await asyncio.sleep(0.02)
