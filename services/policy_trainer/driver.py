@@ -14,7 +14,7 @@ from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.ranks.group import HostShare
 from paceline.ranks.hosts import RankHosts
 from paceline.ranks.messages import Save, Saved
-from paceline.ranks.spread import SpreadRanks
+from paceline.ranks.spread import RanksOfHost, SpreadRanks
 from paceline.ranks.watched import WatchedRanks
 from paceline.services.policy_trainer.chosen_ranks import read_ranks, write_ranks
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
@@ -52,7 +52,7 @@ class PolicyDriver:
         self._set = ranks_of(config)
         self._device = ""  # where they compute, once they have said so
         own = group_on(config, 0)
-        self._parts = [own, *self.hosts.ranks]
+        self._parts: list[RanksOfHost] = [own, *self.hosts.ranks]
         most = sum(config.hosts) or None
         self._resize(shares(config, read_ranks(config.checkpoints_dir, self._set, most)))
         folder = Path(config.run.dir) / "policy" / "ranks"

@@ -18,7 +18,7 @@ from paceline.local.patience import patient
 from paceline.ranks.group import HostShare, RankGroup, RankLost
 from paceline.ranks.hosting import RankHost
 from paceline.ranks.hosts import RankHosts
-from paceline.ranks.spread import SpreadRanks
+from paceline.ranks.spread import RanksOfHost, SpreadRanks
 from paceline.rpc import Server
 from paceline.v1.ranks_pb2_grpc import add_RankHostServiceServicer_to_server
 
@@ -35,7 +35,7 @@ class Service:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.hosts = RankHosts(1, "echo", SAME)
-        self.parts = [part(folder), *self.hosts.ranks]
+        self.parts: list[RanksOfHost] = [part(folder), *self.hosts.ranks]
         self.ranks = SpreadRanks(self.parts, folder / "meeting")
         self.resize(1, 1)
         self.address = ""

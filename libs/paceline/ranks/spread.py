@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
+from paceline.ranks.group import HostShare
 from paceline.whole_files import writing
 
 _LISTEN_S = 3600.0
@@ -17,9 +18,6 @@ _LISTEN_S = 3600.0
 
 class Ranks(Protocol):
     """Processes that compute together, or some of them; RankGroup says what each method does."""
-
-    @property
-    def size(self) -> int: ...
 
     @property
     def pids(self) -> list[int]: ...
@@ -40,15 +38,24 @@ class Ranks(Protocol):
     def kill(self) -> None: ...
 
 
+class RanksOfHost(Ranks, Protocol):
+    """Those of one host, which may be given others between two starts."""
+
+    @property
+    def size(self) -> int: ...
+
+    def resize(self, share: HostShare) -> None: ...
+
+
 class SpreadRanks:
     """The ranks of all parts as one group: what becomes of one part becomes of all. Parts that have
     no rank at a start are left alone until the next one.
     """
 
-    def __init__(self, parts: Sequence[Ranks], folder: Path) -> None:
+    def __init__(self, parts: Sequence[RanksOfHost], folder: Path) -> None:
         """`folder`: on a path that all hosts share; the ranks of each start meet in it anew."""
         self._parts = parts
-        self._started: list[Ranks] = []
+        self._started: list[RanksOfHost] = []
         self._folder = folder
         self._heard: asyncio.Queue[tuple[int, bytes] | PacelineError] = asyncio.Queue()
         self._listening: list[asyncio.Task[None]] = []
