@@ -7,6 +7,9 @@ seconds are the same on every machine, CPU seconds are this one's.
 
 `launch`: demo runs on a Ray cluster of this machine's own and without one, in turns: until all
 services serve, until the end, and how long a killed process and a killed keeper are away.
+
+`tasks`: tasks a second through one gateway over the scripted engine, that the same launchers have
+started in turns.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Awaitable, Callable, Mapping
 
+from benchmarks.gateway.tasks import TasksPlan
+from benchmarks.launched_tasks import launched_tasks
 from benchmarks.launching import launches
 from benchmarks.options import above_zero, counts
 from benchmarks.result import BenchResult, Goal, Row, say
@@ -44,7 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-steps", type=above_zero(int), default=80, help="launch: RL steps of a demo run"
     )
     parser.add_argument(
-        "--pairs", type=above_zero(int), default=1, help="launch: runs by each launcher"
+        "--pairs", type=above_zero(int), default=1, help="launch, tasks: runs by each launcher"
+    )
+    parser.add_argument(
+        "--calls", type=above_zero(int), default=9, help="tasks: of each gateway, one after another"
+    )
+    parser.add_argument(
+        "--tasks", type=above_zero(int), default=128, help="tasks: of a call, 4 samples each"
     )
 
 
@@ -80,6 +91,12 @@ async def launch(options: argparse.Namespace) -> Found:
     return await launches(options.run_steps, options.pairs)
 
 
+async def tasks(options: argparse.Namespace) -> Found:
+    """Gateways by both launchers."""
+    plan = TasksPlan((1,), options.tasks, samples=4, tokens=128, repeats=options.calls)
+    return await launched_tasks(plan, options.pairs), []
+
+
 async def _simulation(options: argparse.Namespace) -> Found:
     return simulation(options)
 
@@ -87,4 +104,5 @@ async def _simulation(options: argparse.Namespace) -> Found:
 PARTS: Mapping[str, Callable[[argparse.Namespace], Awaitable[Found]]] = {
     "simulation": _simulation,
     "launch": launch,
+    "tasks": tasks,
 }

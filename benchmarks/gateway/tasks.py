@@ -84,15 +84,15 @@ async def measure_tasks(
             for count in plan.replicas
         }
         for stub in stubs.values():
-            await _timed(stub, plan, next(steps))
+            await samples_a_second(stub, plan, next(steps))
         for number in range(plan.repeats):
             say(f"tasks {number + 1} of {plan.repeats}")
             for count, stub in stubs.items():
-                found[count].append(await _timed(stub, plan, next(steps)))
+                found[count].append(await samples_a_second(stub, plan, next(steps)))
     return found
 
 
-async def _timed(stub: Any, plan: TasksPlan, step: int) -> float:
+async def samples_a_second(stub: Any, plan: TasksPlan, step: int) -> float:
     """Samples a second of one call."""
     request = rpb.RunTasksRequest(
         context=leased(SecurityConfig(token_env=""), RUN_ID, step, 1),

@@ -13,10 +13,10 @@ from paceline.whole_files import write_whole
 FILE = "ranks.json"
 
 
-def read_ranks(directory: Path, settings: int) -> int:
+def read_ranks(directory: Path, settings: int, most: int | None = None) -> int:
     """As many as were chosen in the place of `settings`, those of the settings; these where nobody
-    has chosen, or where they have changed since. Raises DataLoss for a file that is not one of
-    ours.
+    has chosen, where they have changed since, or where there is room for `most` only. Raises
+    DataLoss for a file that is not one of ours.
     """
     file = directory / FILE
     if not file.exists():
@@ -29,7 +29,8 @@ def read_ranks(directory: Path, settings: int) -> int:
         raise DataLoss(f"{file} does not say how many ranks there are", seen=text[:80]) from error
     if ranks < 1:
         raise DataLoss(f"{file} does not say how many ranks there are", seen=ranks, allowed="1 up")
-    return ranks if instead_of == settings else settings
+    fits = most is None or ranks <= most
+    return ranks if fits and instead_of == settings else settings
 
 
 def write_ranks(directory: Path, ranks: int, settings: int) -> None:

@@ -107,7 +107,8 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Ranks on each host, the trainer's own first; empty: all on that. The others run
-    `python -m paceline.services.policy_trainer.rank_host`, each with its number.
+    `python -m paceline.services.policy_trainer.rank_host`, each with its number. No host gets more
+    by `paceline set-ranks`.
     """
     interface: str = ""
     """Network interface by which ranks on this host reach those on others; empty: the one of the

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
+from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.ranks.group import HostShare
 from paceline.ranks.hosts import RankHosts
 from paceline.ranks.messages import Save, Saved
-from paceline.ranks.spread import SpreadRanks
+from paceline.ranks.spread import RanksOfHost, SpreadRanks
 from paceline.ranks.watched import WatchedRanks
 from paceline.services.policy_trainer.chosen_ranks import read_ranks, write_ranks
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
-from paceline.services.policy_trainer.hosts import group_on, ranks_by_host, same_on_hosts
+from paceline.services.policy_trainer.hosts import group_on, ranks_of, same_on_hosts, shares
 from paceline.services.policy_trainer.messages import (
     MESSAGES,
     Command,
@@ -45,19 +46,18 @@ class PolicyDriver:
         ranks that were chosen.
         """
         self._config = config
-        sizes = ranks_by_host(config)
-        self.hosts = RankHosts(len(sizes) - 1, "policy_trainer", same_on_hosts(config))
+        self.hosts = RankHosts(len(config.hosts[1:]), "policy_trainer", same_on_hosts(config))
         """Those beside this one, which may join."""
         self.progress = Progress()
-        self._set = sum(sizes)  # ranks by the settings
+        self._set = ranks_of(config)
         self._device = ""  # where they compute, once they have said so
-        self._elsewhere = sum(sizes[1:])
-        self._own = group_on(config, 0)
-        if not self.hosts.ranks:
-            self._resize(read_ranks(config.checkpoints_dir, self._set))
+        own = group_on(config, 0)
+        self._parts: list[RanksOfHost] = [own, *self.hosts.ranks]
+        most = sum(config.hosts) or None
+        self._resize(shares(config, read_ranks(config.checkpoints_dir, self._set, most)))
         folder = Path(config.run.dir) / "policy" / "ranks"
         self.watched = WatchedRanks[Message](
-            SpreadRanks([self._own, *self.hosts.ranks], folder) if self.hosts.ranks else self._own,
+            SpreadRanks(self._parts, folder) if self.hosts.ranks else own,
             MESSAGES,
             service="policy_trainer",
             start_deadline_s=config.start_deadline_s,
@@ -69,7 +69,7 @@ class PolicyDriver:
     @property
     def world_size(self) -> int:
         """Ranks, each on a slot of its own."""
-        return self._own.size + self._elsewhere
+        return sum(part.size for part in self._parts)
 
     @property
     def busy(self) -> bool:
@@ -121,26 +121,19 @@ class PolicyDriver:
         return Resharded(self.world_size, time.monotonic() - began, failure)
 
     async def _start_anew(self, ranks: int, deadline_s: float) -> None:
-        if self.hosts.ranks:
-            raise FailedPrecondition(
-                "ranks on several hosts stay as many as they are",
-                seen=f"policy_trainer.hosts={list(self._config.hosts)}",
-                allowed="the ranks of one host",
-            )
+        # On the kind of device that they have now: GPUs that are too few are not left for the CPU.
+        wanted = shares(self._config, ranks, self._device)
+        before = shares(self._config, self.world_size, self._device)
         # What a checkpoint has is resharded bit for bit; a replay by other ranks has other bits.
         if self.progress.policy_version > self.progress.checkpoint_version:
             async for _ in self._told(Save(), deadline_s):
                 pass
-        before = self.world_size
-        await self.watched.change(partial(self._resize, ranks), partial(self._resize, before))
+        await self.watched.change(partial(self._resize, wanted), partial(self._resize, before))
 
-    def _resize(self, ranks: int) -> None:
-        """The next start is of so many, on the kind of device that they have now: GPUs that are
-        too few for more ranks are not left for the CPU.
-        """
-        held = {"device": self._device} if self._device else {}
-        config = self._config.model_copy(update={"ranks": ranks, "hosts": (), **held})
-        self._own.resize(ranks, config)
+    def _resize(self, by_host: Sequence[HostShare]) -> None:
+        """The next start is of these."""
+        for part, share in zip(self._parts, by_host, strict=True):
+            part.resize(share)
 
     async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint and waits for it."""

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, FailedPrecondition
 from paceline.local.processes import LOOPBACK, usable_cores
 from paceline.local.services import service
 from paceline.ranks.group import HostShare, RankGroup
@@ -22,9 +24,33 @@ _OF_A_HOST = frozenset({"interface", "redis", "security", "telemetry"})
 """Settings that hosts may have each for itself."""
 
 
-def ranks_by_host(config: PolicyTrainerConfig) -> tuple[int, ...]:
-    """How many ranks are on each host, the trainer's own first."""
-    return config.hosts or (config.ranks or min(2, usable_cores()),)
+def ranks_of(config: PolicyTrainerConfig) -> int:
+    """How many ranks the settings ask for, on all hosts together."""
+    return sum(config.hosts) or config.ranks or min(2, usable_cores())
+
+
+def shares(config: PolicyTrainerConfig, ranks: int, device: str = "") -> list[HostShare]:
+    """Which of so many ranks each host holds, the trainer's own first; they compute on that kind of
+    device. Raises FailedPrecondition for more than the hosts have places.
+    """
+    most = sum(config.hosts) or ranks
+    if not 1 <= ranks <= most:
+        raise FailedPrecondition(
+            "policy_trainer.hosts has a place for each rank",
+            seen=f"{ranks} ranks, hosts={list(config.hosts)}",
+            allowed=f"1 to {most}",
+        )
+    held = dealt(config.hosts or (ranks,), ranks)
+    return [HostShare(sum(held[:host]), here, ranks, device) for host, here in enumerate(held)]
+
+
+def dealt(places: Sequence[int], ranks: int) -> list[int]:
+    """How many ranks each host gets where they are dealt one by one, from the first host to the
+    last and again, to those that have a place left.
+    """
+    turns = sorted((turn, host) for host, most in enumerate(places) for turn in range(most))
+    held = Counter(host for _, host in turns[:ranks])
+    return [held[host] for host in range(len(places))]
 
 
 def check_hosts(config: PolicyTrainerConfig) -> None:
@@ -48,20 +74,18 @@ def check_hosts(config: PolicyTrainerConfig) -> None:
 
 
 def group_on(config: PolicyTrainerConfig, host: int) -> RankGroup:
-    """The ranks of one host, to be started there. Raises ConfigError."""
-    sizes = ranks_by_host(config)
-    share = None
-    if len(sizes) > 1:
-        share = HostShare(sum(sizes[:host]), sum(sizes), _interface(config, host))
+    """What the ranks of one host are started with there, once it is resized to its share. Raises
+    ConfigError.
+    """
     return RankGroup(
         "paceline.services.policy_trainer.rank",
-        world_size=sizes[host],
+        world_size=0,  # until it has its share
         threads_per_rank=config.threads_per_rank,
         log_dir=Path(config.run.dir) / "logs",
         config=config,
         heartbeat_s=config.run.heartbeat_s,
         preload=service("policy_trainer").forked,
-        share=share,
+        interface=_interface(config, host) if len(config.hosts) > 1 else LOOPBACK,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,34 +15,39 @@ from integration.test_ranks import IMPORTS
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, FailedPrecondition, InvalidInput
 from paceline.local.patience import patient
-from paceline.local.processes import LOOPBACK
 from paceline.ranks.group import HostShare, RankGroup, RankLost
 from paceline.ranks.hosting import RankHost
 from paceline.ranks.hosts import RankHosts
-from paceline.ranks.spread import SpreadRanks
+from paceline.ranks.spread import RanksOfHost, SpreadRanks
 from paceline.rpc import Server
 from paceline.v1.ranks_pb2_grpc import add_RankHostServiceServicer_to_server
 
 SAME = {"lr in the settings": "1"}
 
 
-def part(folder: Path, first: int) -> RankGroup:
-    share = HostShare(first, 2, LOOPBACK)
-    return RankGroup("rank_echo", 1, 1, folder, {"PYTHONPATH": IMPORTS}, share=share)
+def part(folder: Path) -> RankGroup:
+    return RankGroup("rank_echo", 0, 1, folder, {"PYTHONPATH": IMPORTS})
 
 
 class Service:
-    """A trainer's side: one rank of its own, one on a host."""
+    """A trainer's side: one rank of its own, one on a host, until it is resized."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.hosts = RankHosts(1, "echo", SAME)
-        self.ranks = SpreadRanks([part(folder, 0), *self.hosts.ranks], folder / "meeting")
+        self.parts: list[RanksOfHost] = [part(folder), *self.hosts.ranks]
+        self.ranks = SpreadRanks(self.parts, folder / "meeting")
+        self.resize(1, 1)
         self.address = ""
+
+    def resize(self, *sizes: int) -> None:
+        """So many on each host."""
+        for host, (one, size) in enumerate(zip(self.parts, sizes, strict=True)):
+            one.resize(HostShare(sum(sizes[:host]), size, sum(sizes), "cpu"))
 
     async def hold(self, host: int = 1, same: Mapping[str, str] = SAME) -> None:
         """Joins as a host does; ends when the service is gone."""
-        held = RankHost(part(self.folder, 1), host, same)
+        held = RankHost(part(self.folder), host, same)
         try:
             await held.hold(self.address, SecurityConfig(), patient(10))
         finally:
@@ -49,7 +55,7 @@ class Service:
 
     async def echoed(self, message: bytes) -> dict[int, bytes]:
         await self.ranks.send(message)
-        return dict([await self.ranks.receive(patient(10)) for _ in range(2)])
+        return dict([await self.ranks.receive(patient(10)) for _ in self.ranks.pids])
 
 
 @pytest.fixture
@@ -101,6 +107,38 @@ async def test_what_becomes_of_a_host_becomes_of_all_until_another_one_has_joine
     async with holding(service):
         await starting
         assert await service.echoed(b"again") == {0: b"again", 1: b"again"}
+
+
+async def test_a_start_is_of_as_many_ranks_as_each_host_was_given_before_it(
+    service: Service,
+) -> None:
+    async with holding(service):
+        for sizes in ((1, 1), (1, 2), (2, 0), (1, 1)):
+            service.resize(*sizes)
+            await service.ranks.start(patient(30))
+            ranks = dict.fromkeys(range(sum(sizes)), b"x")
+            assert await service.echoed(b"x") == ranks
+            assert [one.size for one in service.parts] == [len(one.pids) for one in service.parts]
+            assert len(service.ranks.pids_here) == sizes[0]
+            told = await service.echoed(b"environment")
+            seen = [json.loads(told[rank]) for rank in ranks]
+            assert [one["RANK"] for one in seen] == [str(rank) for rank in ranks]
+            assert [one["LOCAL_RANK"] for one in seen] == [
+                str(rank) for size in sizes for rank in range(size)
+            ]
+            assert {one["WORLD_SIZE"] for one in seen} == {str(sum(sizes))}
+            assert {one["PACELINE_RANK_DEVICE"] for one in seen} == {"cpu"}
+            with pytest.raises(FailedPrecondition, match=r"while they run; seen: \d run"):
+                service.resize(2, 2)
+            await service.ranks.end_ranks(1.0)
+
+
+async def test_a_host_without_ranks_may_come_and_go(service: Service) -> None:
+    service.resize(2, 0)
+    await service.ranks.start(patient(30))
+    async with holding(service):
+        assert await service.echoed(b"joined") == dict.fromkeys((0, 1), b"joined")
+    assert await service.echoed(b"gone") == dict.fromkeys((0, 1), b"gone")
 
 
 async def test_a_rank_that_dies_on_another_host_is_told_with_its_log(service: Service) -> None:

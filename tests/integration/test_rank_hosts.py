@@ -95,19 +95,6 @@ async def test_five_steps_on_two_hosts_are_those_of_two_ranks_on_one_bit_for_bit
     assert len(set(on_one)) == 5, "a step changed nothing"
 
 
-@pytest.mark.slow
-async def test_ranks_on_several_hosts_stay_as_many_as_they_are_and_train_the_step(
-    world: World,
-) -> None:
-    async with host(world):
-        await world.start(**HOSTS)
-        await world.append(0, 0)
-        resharded, _, stepped, _ = await world.step(0, 0, ranks=3)
-        await world.stop()
-    assert (resharded.ranks, stepped.world_size) == (2, 2)
-    assert "ranks on several hosts stay as many as they are" in resharded.failure
-
-
 async def test_a_step_whose_host_is_killed_fails_and_is_trained_by_the_next_one(
     world: World,
 ) -> None:

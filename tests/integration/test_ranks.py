@@ -17,12 +17,11 @@ import pytest
 from listening import beyond_loopback, open_doors
 from standstill import standstill
 
-from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
-from paceline.ranks.group import RankGroup, RankLost
+from paceline.ranks.group import HostShare, RankGroup, RankLost
 from paceline.ranks.messages import Doing
 from paceline.ranks.watched import WatchedRanks
 from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Started
@@ -97,21 +96,21 @@ async def test_a_service_takes_commands_once_it_knows_where_its_ranks_stand(
 async def test_a_group_changes_between_two_commands_and_is_as_it_was_where_that_fails(
     tmp_path: Path,
 ) -> None:
-    group, config = _group(tmp_path, 1, RANK_ECHO_NEWS=STANDS, RANK_ECHO_MOST="2"), Config()
+    group = _group(tmp_path, 1, RANK_ECHO_NEWS=STANDS, RANK_ECHO_MOST="2")
     watched, sizes = watching(group), list[int]()
     supervising = asyncio.create_task(watched.supervise())
 
     def resized(size: int) -> Callable[[], None]:
         def resize() -> None:
             sizes.append(size)
-            group.resize(size, config)
+            group.resize(HostShare(0, size, size))
 
         return resize
 
     await watched.wait_ready(patient(20.0))
     first = watched.pids
     with pytest.raises(FailedPrecondition, match="1 run here, of 1 in all"):
-        group.resize(2, config)
+        group.resize(HostShare(0, 2, 2))
     await watched.change(resized(2), resized(1))
     assert watched.ready
     assert len(watched.pids) == 2

@@ -1,7 +1,7 @@
 """Spawns one process per rank of a trainer and carries messages to and from them.
 
 The parent imports no torch. Ranks find each other over a file in this process's own directory, and
-listen on loopback alone, but where they are some of a group on several hosts.
+listen on loopback alone, but where a group may be on several hosts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.local.processes import (
     last_words,
     listening_on,
 )
-from paceline.training import STORE_VARIABLE
+from paceline.training import DEVICE_VARIABLE, STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
@@ -52,16 +52,17 @@ class RankLost(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """Which ranks of a group on several hosts are on this one, and how they reach the others."""
+    """Which ranks of a group are on one host."""
 
     first: int
+    ranks: int  # 0: none
     world_size: int  # of all hosts together
-    interface: str  # of the network
+    device: str = ""  # kind that they compute on; empty: the settings say it
 
 
 class RankGroup:
-    """Parent side of the ranks of one trainer, or of those on this host; a start is of one
-    membership.
+    """Parent side of the ranks of one trainer, or of those on this host: all, until resize() gives
+    it another share.
     """
 
     def __init__(
@@ -74,16 +75,16 @@ class RankGroup:
         config: Config | None = None,
         preload: Sequence[str] = (),
         heartbeat_s: float = LIMIT_S,
-        share: HostShare | None = None,
+        interface: str = LOOPBACK,
     ) -> None:
         """`config`: what the ranks read with RankLink.config; `preload`: modules that `module`
         imports late; `heartbeat_s`: seconds of silence after which a rank is killed, 0: never;
-        `share`: where `world_size` ranks are not all.
+        `interface`: of the network, by which ranks reach each other.
         """
         self._module = module
         self._name = ".".join(module.split(".")[-2:])  # its service's and its own
-        self._share = share or HostShare(0, world_size, LOOPBACK)
-        self._ranks = range(self._share.first, self._share.first + world_size)
+        self._share = HostShare(0, world_size, world_size)
+        self._interface = interface
         self._log_dir = log_dir
         self._heartbeat_s = heartbeat_s
         own = {"OMP_NUM_THREADS": str(threads_per_rank)}
@@ -101,26 +102,19 @@ class RankGroup:
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
 
-    def resize(self, world_size: int, config: Config) -> None:
-        """The next start is of so many ranks, which read this.
-
-        Raises FailedPrecondition while ranks run, and for those of one host among several.
-        """
-        alone = self._share.world_size == len(self._ranks)
-        if self._processes or not alone:
+    def resize(self, share: HostShare) -> None:
+        """The next start is of these ranks. Raises FailedPrecondition while ranks run."""
+        if self._processes:
             raise FailedPrecondition(
-                f"the ranks of {self._name} stay as many as they are",
+                f"the ranks of {self._name} stay as many as they are while they run",
                 seen=f"{len(self._processes)} run here, of {self._share.world_size} in all",
-                allowed="all ranks on this host, none of which runs",
             )
-        self._share = HostShare(0, world_size, LOOPBACK)
-        self._ranks = range(world_size)
-        self._environment[CONFIG_VARIABLE] = config.model_dump_json()
+        self._share = share
 
     @property
     def size(self) -> int:
         """Ranks on this host, those of the next start where none runs."""
-        return len(self._ranks)
+        return self._share.ranks
 
     @property
     def pids(self) -> list[int]:
@@ -215,6 +209,10 @@ class RankGroup:
         await self.stop()
 
     @property
+    def _ranks(self) -> range:
+        return range(self._share.first, self._share.first + self._share.ranks)
+
+    @property
     def _open(self) -> zmq.asyncio.Socket:
         if self._socket is None:
             raise FailedPrecondition(f"the ranks of {self._name} do not run; start() them")
@@ -240,8 +238,9 @@ class RankGroup:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank - self._share.first),
             "WORLD_SIZE": str(self._share.world_size),
-            "LOCAL_WORLD_SIZE": str(len(self._ranks)),
-            **listening_on(self._share.interface),
+            "LOCAL_WORLD_SIZE": str(self._share.ranks),
+            **listening_on(self._interface),
+            DEVICE_VARIABLE: self._share.device,
             STORE_VARIABLE: store or f"{self._folder}/store",
             SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
         }

@@ -11,7 +11,8 @@ from typing import Any
 
 from paceline.config import SecurityConfig
 from paceline.errors import DeadlineExceeded, PacelineError
-from paceline.ranks.group import RankGroup
+from paceline.messages import from_message
+from paceline.ranks.group import HostShare, RankGroup
 from paceline.rpc.hosts import JoinedHost
 from paceline.v1 import ranks_pb2 as pb
 from paceline.v1.ranks_pb2_grpc import RankHostServiceStub
@@ -60,6 +61,7 @@ class RankHost:
     async def _work(self, start: pb.StartRanks) -> None:
         """Starts the ranks and passes on what they say, until one is lost."""
         try:
+            self._group.resize(from_message(HostShare, start.share))
             await self._group.start(start.deadline_s, start.store)
             self._say(started=pb.RanksStarted(pids=self._group.pids))
             while True:

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, FailedPrecondition, InvalidInput
-from paceline.ranks.group import RankLost
+from paceline.messages import to_message
+from paceline.ranks.group import HostShare, RankLost
 from paceline.rpc.hosts import HostStream, check_same, first_word
 from paceline.v1 import ranks_pb2 as pb
 from paceline.v1.ranks_pb2_grpc import RankHostServiceServicer
@@ -23,13 +24,14 @@ _Stream = HostStream[pb.HoldRanksRequest, pb.HoldRanksResponse]
 
 
 class HostRanks:
-    """The ranks of one other host, used like a RankGroup. The host may come and go; ranks that
-    ran on it are lost.
+    """The ranks of one other host, used like a RankGroup once resize() has told it which. The host
+    may come and go; ranks that ran on it are lost.
     """
 
     def __init__(self, host: int, name: str) -> None:
         self.host = host
         self._name = name
+        self._share = HostShare(0, 0, 0)
         self._joined = asyncio.Event()
         self._connection: _Stream | None = None
         self._ranks: _Stream | None = None  # that they were started by; None: none runs
@@ -41,6 +43,20 @@ class HostRanks:
     def pids_here(self) -> list[int]:
         """None of these is on this host."""
         return []
+
+    @property
+    def size(self) -> int:
+        """As RankGroup.size."""
+        return self._share.ranks
+
+    def resize(self, share: HostShare) -> None:
+        """As RankGroup.resize; the host is told with the next start."""
+        if self._ranks is not None:
+            raise FailedPrecondition(
+                f"the ranks of {self._name} stay as many as they are while they run",
+                seen=f"{self.size} run on host {self.host}",
+            )
+        self._share = share
 
     async def hold(self, requests: AsyncIterator[Any]) -> AsyncGenerator[pb.HoldRanksResponse]:
         """Takes the host in for as long as its stream lasts. Raises FailedPrecondition where one of
@@ -71,7 +87,8 @@ class HostRanks:
                     await self._joined.wait()
                 self._ranks = connection
                 left_s = end - asyncio.get_running_loop().time()
-                start = pb.StartRanks(store=store, deadline_s=left_s)
+                share = to_message(self._share, pb.RankShare)
+                start = pb.StartRanks(store=store, deadline_s=left_s, share=share)
                 connection.order(pb.HoldRanksResponse(start=start))
                 while not self.pids:
                     said = await self._hear()

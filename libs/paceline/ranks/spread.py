@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
+from paceline.ranks.group import HostShare
 from paceline.whole_files import writing
 
 _LISTEN_S = 3600.0
@@ -37,12 +38,24 @@ class Ranks(Protocol):
     def kill(self) -> None: ...
 
 
-class SpreadRanks:
-    """The ranks of all parts as one group: what becomes of one part becomes of all."""
+class RanksOfHost(Ranks, Protocol):
+    """Those of one host, which may be given others between two starts."""
 
-    def __init__(self, parts: Sequence[Ranks], folder: Path) -> None:
+    @property
+    def size(self) -> int: ...
+
+    def resize(self, share: HostShare) -> None: ...
+
+
+class SpreadRanks:
+    """The ranks of all parts as one group: what becomes of one part becomes of all. Parts that have
+    no rank at a start are left alone until the next one.
+    """
+
+    def __init__(self, parts: Sequence[RanksOfHost], folder: Path) -> None:
         """`folder`: on a path that all hosts share; the ranks of each start meet in it anew."""
         self._parts = parts
+        self._started: list[RanksOfHost] = []
         self._folder = folder
         self._heard: asyncio.Queue[tuple[int, bytes] | PacelineError] = asyncio.Queue()
         self._listening: list[asyncio.Task[None]] = []
@@ -63,7 +76,8 @@ class SpreadRanks:
         if self._listening:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
         met = store or self._fresh_store()
-        starts = [asyncio.ensure_future(part.start(deadline_s, met)) for part in self._parts]
+        self._started = [part for part in self._parts if part.size]
+        starts = [asyncio.ensure_future(part.start(deadline_s, met)) for part in self._started]
         try:
             done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
             for one in done:
@@ -74,13 +88,13 @@ class SpreadRanks:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.end_ranks(0.0)
             raise
-        self._listening = [asyncio.create_task(self._listen(part)) for part in self._parts]
+        self._listening = [asyncio.create_task(self._listen(part)) for part in self._started]
 
     async def send(self, message: bytes) -> None:
         """As RankGroup.send."""
         if self._lost is not None:
             raise self._lost
-        for part in self._parts:
+        for part in self._started:
             await part.send(message)
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/ranks.proto\x12\x0bpaceline.v1\"\xd4\x01\n\x10HoldRanksRequest\x12)\n\x06joined\x18\x01 \x01(\x0b\x32\x17.paceline.v1.HostJoinedH\x00\x12,\n\x07started\x18\x02 \x01(\x0b\x32\x19.paceline.v1.RanksStartedH\x00\x12%\n\x04said\x18\x03 \x01(\x0b\x32\x15.paceline.v1.RankSaidH\x00\x12\x0e\n\x04lost\x18\x04 \x01(\tH\x00\x12(\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x17.paceline.v1.RanksEndedH\x00\x42\x06\n\x04news\"x\n\nHostJoined\x12\x0c\n\x04host\x18\x01 \x01(\r\x12/\n\x04same\x18\x02 \x03(\x0b\x32!.paceline.v1.HostJoined.SameEntry\x1a+\n\tSameEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1c\n\x0cRanksStarted\x12\x0c\n\x04pids\x18\x01 \x03(\x04\")\n\x08RankSaid\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\"\x0c\n\nRanksEnded\"\xa7\x01\n\x11HoldRanksResponse\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.paceline.v1.StartRanksH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12&\n\x04kill\x18\x03 \x01(\x0b\x32\x16.paceline.v1.KillRanksH\x00\x12$\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x15.paceline.v1.EndRanksH\x00\x42\x07\n\x05order\"/\n\nStartRanks\x12\r\n\x05store\x18\x01 \x01(\t\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\"\x0b\n\tKillRanks\"\x1b\n\x08\x45ndRanks\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x32\x61\n\x0fRankHostService\x12N\n\tHoldRanks\x12\x1d.paceline.v1.HoldRanksRequest\x1a\x1e.paceline.v1.HoldRanksResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/ranks.proto\x12\x0bpaceline.v1\"\xd4\x01\n\x10HoldRanksRequest\x12)\n\x06joined\x18\x01 \x01(\x0b\x32\x17.paceline.v1.HostJoinedH\x00\x12,\n\x07started\x18\x02 \x01(\x0b\x32\x19.paceline.v1.RanksStartedH\x00\x12%\n\x04said\x18\x03 \x01(\x0b\x32\x15.paceline.v1.RankSaidH\x00\x12\x0e\n\x04lost\x18\x04 \x01(\tH\x00\x12(\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x17.paceline.v1.RanksEndedH\x00\x42\x06\n\x04news\"x\n\nHostJoined\x12\x0c\n\x04host\x18\x01 \x01(\r\x12/\n\x04same\x18\x02 \x03(\x0b\x32!.paceline.v1.HostJoined.SameEntry\x1a+\n\tSameEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1c\n\x0cRanksStarted\x12\x0c\n\x04pids\x18\x01 \x03(\x04\")\n\x08RankSaid\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\"\x0c\n\nRanksEnded\"\xa7\x01\n\x11HoldRanksResponse\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.paceline.v1.StartRanksH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12&\n\x04kill\x18\x03 \x01(\x0b\x32\x16.paceline.v1.KillRanksH\x00\x12$\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x15.paceline.v1.EndRanksH\x00\x42\x07\n\x05order\"V\n\nStartRanks\x12\r\n\x05store\x18\x01 \x01(\t\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\x12%\n\x05share\x18\x03 \x01(\x0b\x32\x16.paceline.v1.RankShare\"M\n\tRankShare\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\x0b\n\tKillRanks\"\x1b\n\x08\x45ndRanks\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x32\x61\n\x0fRankHostService\x12N\n\tHoldRanks\x12\x1d.paceline.v1.HoldRanksRequest\x1a\x1e.paceline.v1.HoldRanksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,11 +48,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLDRANKSRESPONSE']._serialized_start=465
   _globals['_HOLDRANKSRESPONSE']._serialized_end=632
   _globals['_STARTRANKS']._serialized_start=634
-  _globals['_STARTRANKS']._serialized_end=681
-  _globals['_KILLRANKS']._serialized_start=683
-  _globals['_KILLRANKS']._serialized_end=694
-  _globals['_ENDRANKS']._serialized_start=696
-  _globals['_ENDRANKS']._serialized_end=723
-  _globals['_RANKHOSTSERVICE']._serialized_start=725
-  _globals['_RANKHOSTSERVICE']._serialized_end=822
+  _globals['_STARTRANKS']._serialized_end=720
+  _globals['_RANKSHARE']._serialized_start=722
+  _globals['_RANKSHARE']._serialized_end=799
+  _globals['_KILLRANKS']._serialized_start=801
+  _globals['_KILLRANKS']._serialized_end=812
+  _globals['_ENDRANKS']._serialized_start=814
+  _globals['_ENDRANKS']._serialized_end=841
+  _globals['_RANKHOSTSERVICE']._serialized_start=843
+  _globals['_RANKHOSTSERVICE']._serialized_end=940
 # @@protoc_insertion_point(module_scope)

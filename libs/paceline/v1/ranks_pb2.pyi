@@ -66,12 +66,26 @@ class HoldRanksResponse(_message.Message):
     def __init__(self, start: _Optional[_Union[StartRanks, _Mapping]] = ..., message: _Optional[bytes] = ..., kill: _Optional[_Union[KillRanks, _Mapping]] = ..., end: _Optional[_Union[EndRanks, _Mapping]] = ...) -> None: ...
 
 class StartRanks(_message.Message):
-    __slots__ = ("store", "deadline_s")
+    __slots__ = ("store", "deadline_s", "share")
     STORE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     store: str
     deadline_s: float
-    def __init__(self, store: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    share: RankShare
+    def __init__(self, store: _Optional[str] = ..., deadline_s: _Optional[float] = ..., share: _Optional[_Union[RankShare, _Mapping]] = ...) -> None: ...
+
+class RankShare(_message.Message):
+    __slots__ = ("first", "ranks", "world_size", "device")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    ranks: int
+    world_size: int
+    device: str
+    def __init__(self, first: _Optional[int] = ..., ranks: _Optional[int] = ..., world_size: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class KillRanks(_message.Message):
     __slots__ = ()

@@ -16,6 +16,7 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.adapters import fill_adapters
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel
+from paceline.training import DEVICE_VARIABLE
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", PolicyModel, ValueModel)
@@ -23,7 +24,7 @@ M = TypeVar("M", PolicyModel, ValueModel)
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
     """All ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
-    kind = _kind_of(config.device)
+    kind = _kind_of(os.environ.get(DEVICE_VARIABLE) or config.device)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     join_ranks(kind, config.step_deadline_s, threads=config.threads_per_rank, seed=config.run.seed)

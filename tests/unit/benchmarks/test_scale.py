@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import scale
+from benchmarks.gateway.tasks import TasksPlan
+from benchmarks.launched_tasks import rows_of
 from benchmarks.simulation.fleet import Fleet, gpus
 from benchmarks.simulation.harvest import harvested_slot_s
 from benchmarks.simulation.metered import MeteredCoordinator
@@ -26,6 +32,7 @@ from benchmarks.simulation.scaled import (
 )
 from benchmarks.simulation.sections import SchedulePlan
 from benchmarks.simulation.site import VirtualTime
+from paceline.local.patience import patient
 from paceline.local.push_tree import tree_s
 from paceline.services.coordinator.machine.settings import Placement, Schedule
 
@@ -162,3 +169,25 @@ async def test_the_bench_tells_every_size_and_judges_the_last_by_the_first(
     assert sizes == [(8, 1), (32, 4)] * 2
     assert [row["hosts"] for row in found.rows if "one sender" in row] == [1, 4] * 2
     assert len(found.goals) == 3
+
+
+def test_tasks_of_both_launchers_are_compared_pair_by_pair() -> None:
+    plan = TasksPlan((1,), tasks=8, samples=4, tokens=16, repeats=2)
+    local, on_ray = rows_of(plan, [100.0, 50.0, 200.0], [90.0, 45.0, 180.0])
+    assert (local["launcher"], local["tasks/s"], local["of local"]) == ("local", 100.0, "1")
+    assert (on_ray["launcher"], on_ray["tasks/s"]) == ("ray", 90.0)
+    assert str(on_ray["of local"]).startswith("0.900 [0.900, 0.900]")
+    assert (on_ray["gateways"], on_ray["calls of each"]) == (3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tasks_pass_through_a_gateway_of_either_launcher(tmp_path: Path) -> None:
+    result = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks", "scale", "--parts", "tasks", "--calls", "1"]
+    subprocess.run(
+        [*command, "--tasks", "4", "--json", str(result)], check=True, timeout=patient(200)
+    )
+    rows = json.loads(result.read_text())["rows"]
+    assert [row["launcher"] for row in rows] == ["local", "ray"]
+    assert all(row["tasks/s"] > 0 for row in rows)

@@ -16,6 +16,8 @@ def test_a_chosen_number_takes_the_place_of_the_setting_until_that_changes(tmp_p
     write_ranks(directory, 3, 2)
     assert read_ranks(directory, 2) == 3
     assert read_ranks(directory, 4) == 4
+    assert read_ranks(directory, 2, most=3) == 3
+    assert read_ranks(directory, 2, most=2) == 2, "hosts have a place for each rank"
 
 
 @pytest.mark.parametrize("text", ["", "3", "{}", '{"ranks": "many", "instead_of": 2}'])
