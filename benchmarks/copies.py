@@ -98,7 +98,7 @@ def goals_of(plan: CopiesPlan, found: dict[int, list[Copied]]) -> list[Goal]:
             1.1 * min(fan_out, plan.hosts),
             statistics.median(one.sent[0] for one in found[fan_out]),
         )
-        for fan_out in FAN_OUTS
+        for fan_out in found
         if fan_out
     ]
 

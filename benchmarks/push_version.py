@@ -32,7 +32,7 @@ async def push(address: str, workers: int, size: int) -> dict[str, Any]:
     security = SecurityConfig(allow_insecure=True)
     await wait_healthy(address, security, patient(READY_S))
     async with channel(address, security) as peer:
-        await _workers(RolloutServiceStub(peer), workers)  # type: ignore[no-untyped-call]
+        await _workers(RolloutServiceStub(peer), workers)
         tensors = [from_numpy("model.norm.weight", np.full(size // 4, 0.5, dtype=np.float32))]
         policy = engine_pb2.WEIGHT_TARGET_POLICY
         manifest = build_manifest(policy, 1, tensors, lm_head_hash="0" * 16)
