@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from demo_runs import left_over, wait_for
+from integration.test_elastic_run import paceline, trained_once
 from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
 from reward_pools import HANGS_ONCE, RUN, gone, joined_slots, ray_head, written
 
@@ -84,6 +85,28 @@ def test_ranks_of_the_policy_are_on_as_many_nodes_as_its_hosts_and_start_again_w
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["phase"]) == (STEPS, "finished")
     assert summary["trajectories_lost"] == 0
+    assert left_over(tmp_path) == []
+
+
+def test_ranks_leave_a_node_and_come_back_on_an_operators_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
+    port, run = free_ports(1)[0], tmp_path / "demo-0-1"
+    two_hosts = ("policy_trainer.hosts=[1,1]", "coordinator.learner_slots=2")
+    with ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:3], 1)}, port):
+        process = run_with_redis(tmp_path, f"{HEAD}:{port}", *two_hosts, "--steps", "500")
+        wait_for(process, "step 1/")
+        both = nodes_of_ranks(port)
+        assert "the policy has 1 rank" in paceline(run, "set-ranks", "1")
+        assert nodes_of_ranks(port) == {host_of(run, "policy_trainer")}
+        assert "the policy has 2 ranks" in paceline(run, "set-ranks", "2")
+        assert nodes_of_ranks(port) == both
+        assert len(both) == 2
+        paceline(run, "stop")
+        output, _ = process.communicate(timeout=patient(400))
+    assert process.returncode == 0, output
+    trained_once(tmp_path)
     assert left_over(tmp_path) == []
 
 
