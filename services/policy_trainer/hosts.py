@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import ConfigError, FailedPrecondition
+from paceline.local.ports import way_to
 from paceline.local.processes import LOOPBACK, usable_cores
 from paceline.local.services import service
 from paceline.ranks.group import HostShare, RankGroup
@@ -98,19 +99,9 @@ def _interface(config: PolicyTrainerConfig, host: int) -> str:
     """That the ranks of a host listen on."""
     if config.interface:
         return _known(config.interface)
-    address = config.addresses.policy_trainer
-    name, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(found[0], found[1]) as towards:
-            towards.connect(found[4])  # sends nothing: the kernel chooses the way
-            # the service's own address is where the others look for its ranks too
-            own = str((towards.getsockname() if host else found[4])[0])
-    except OSError as error:
-        raise ConfigError(
-            "no way leads to the policy trainer", reason="ADDRESS", seen=f"{address}: {error}"
-        ) from error
-    return _interface_of(own)
+    own, trainer = way_to(config.addresses.policy_trainer)
+    # the service's own address is where the others look for its ranks too
+    return _interface_of(own if host else trainer)
 
 
 def _known(interface: str) -> str:

@@ -85,19 +85,18 @@ def split_address(address: str, setting: str = "address") -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def own_address(peer: str) -> str:
-    """This host's address on the way to `host:port`, in brackets where it has colons. Raises
-    ConfigError where no way leads there.
+def way_to(peer: str) -> tuple[str, str]:
+    """This host's address on the way to `host:port`, and that of the peer. Raises ConfigError where
+    no way leads there.
     """
     host, port = split_address(peer)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as towards:
             towards.connect(found[4])  # sends nothing: the kernel chooses the way
-            own = str(towards.getsockname()[0])
+            return str(towards.getsockname()[0]), str(found[4][0])
     except OSError as error:
         raise ConfigError(f"no way leads to {peer}", reason="ADDRESS", seen=error) from error
-    return f"[{own}]" if ":" in own else own
 
 
 def require_free(address: str, setting: str) -> None:

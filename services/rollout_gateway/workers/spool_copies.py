@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from paceline.config import SecurityConfig
 from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
-from paceline.local.ports import own_address
+from paceline.local.ports import way_to
 from paceline.rpc import channel, responses, rpc_errors, wait_ready
 from paceline.rpc.server import Server
 from paceline.services.rollout_gateway.workers.hosts import SERVICE
@@ -86,7 +86,8 @@ class SpoolCopies(WorkerHostServiceServicer):
         """
         async with self._one:
             if self._server is None and self._security is not None:
-                own = own_address(gateway)
+                own, _ = way_to(gateway)
+                own = f"[{own}]" if ":" in own else own
                 self._server = Server(f"{own}:0", self._security)
                 self._server.add(add_WorkerHostServiceServicer_to_server, self, SERVICE)
                 self._address = f"{own}:{await self._server.start()}"

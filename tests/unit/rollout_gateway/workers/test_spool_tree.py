@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.local.ports import own_address
+from paceline.local.ports import way_to
 from paceline.services.rollout_gateway.workers.spool_reading import source_of
 
 
@@ -42,6 +42,6 @@ def test_a_host_that_is_not_known_copies_from_the_gateway() -> None:
 
 
 def test_a_host_serves_its_copies_on_the_interface_that_leads_to_the_gateway() -> None:
-    assert own_address("127.0.0.1:7401") == "127.0.0.1"
+    assert way_to("127.0.0.2:7401") == ("127.0.0.1", "127.0.0.2")
     with pytest.raises(ConfigError, match=r"no way leads to nowhere\.invalid:7401"):
-        own_address("nowhere.invalid:7401")
+        way_to("nowhere.invalid:7401")
