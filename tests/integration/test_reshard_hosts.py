@@ -24,6 +24,7 @@ SPREAD = {"hosts": "[2,2]", "ranks": 0, "checkpoint_interval_steps": 10}
 UNEVEN = {"hosts": "[1,2]", "ranks": 0}
 
 
+@pytest.mark.slow
 async def test_steps_after_a_change_are_those_of_a_trainer_started_with_as_many_bit_for_bit(
     tmp_path: Path, model_dir: Path, redis_url: str, run_id: str
 ) -> None:
