@@ -60,7 +60,9 @@ class HostWorkers:
         """Whether it is there and has workers."""
         return self._stream is not None and bool(self._lives)
 
-    async def hold(self, requests: AsyncIterator[Any]) -> AsyncGenerator[pb.HoldWorkersResponse]:
+    async def hold(
+        self, requests: AsyncIterator[Any], copies_address: str
+    ) -> AsyncGenerator[pb.HoldWorkersResponse]:
         """Takes the host in for as long as its stream lasts. Raises FailedPrecondition where one of
         this number is there.
         """
@@ -71,6 +73,7 @@ class HostWorkers:
                 seen=f"host {self.host}",
             )
         self._stream = stream = _Stream()
+        self.copies_address = copies_address
         self._lives = lives = dict[int, HostedWorker]()
         background(self._hear(stream, lives), f"host {self.host} of workers")
         self._joined.set()
@@ -258,8 +261,7 @@ class WorkerHosts(WorkerHostServiceServicer):
                 allowed=", ".join(map(str, self._hosts)),
             )
         check_same(joined.host, self._same, dict(joined.same), "workers")
-        host.copies_address = joined.copies_address
-        async with aclosing(host.hold(requests)) as orders:
+        async with aclosing(host.hold(requests, joined.copies_address)) as orders:
             async for order in orders:
                 yield order
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, FailedPrecondition
 from paceline.local.ports import way_to
+from paceline.services.rollout_gateway.background import cancel
+from paceline.services.rollout_gateway.workers.hosts import HostWorkers
 from paceline.services.rollout_gateway.workers.spool_reading import source_of
 
 
@@ -45,3 +49,19 @@ def test_a_host_serves_its_copies_on_the_interface_that_leads_to_the_gateway() -
     assert way_to("127.0.0.2:7401") == ("127.0.0.1", "127.0.0.2")
     with pytest.raises(ConfigError, match=r"no way leads to nowhere\.invalid:7401"):
         way_to("nowhere.invalid:7401")
+
+
+async def test_a_second_host_of_a_number_changes_nothing_of_where_the_first_is_copied_from() -> (
+    None
+):
+    async def silent() -> AsyncIterator[object]:
+        await asyncio.Event().wait()
+        yield
+
+    host = HostWorkers(1)
+    waiting = asyncio.create_task(anext(host.hold(silent(), "first:1")))
+    await asyncio.sleep(0)  # until it waits for an order
+    with pytest.raises(FailedPrecondition, match="holds workers already"):
+        await anext(host.hold(silent(), "second:1"))
+    assert host.copies_address == "first:1"
+    await cancel(waiting)
