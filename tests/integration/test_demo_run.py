@@ -74,8 +74,9 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert sum(one["share"] for one in told["edges"]) == pytest.approx(1)
     spent = {one["span"] for one in told["parts"]}
     assert names.engine_stage("decode") in spent
-    # the commit waits for the gateway's canary or for the drafter trainer, whoever takes longer
-    assert {names.WEIGHTS_CANARY, names.WEIGHTS_COMMIT} & spent
+    # the commit waits for the gateway's canary or for the drafter trainer, whoever takes longer; on
+    # a busy machine for who answers it
+    assert {names.WEIGHTS_CANARY, names.WEIGHTS_COMMIT, "WeightService.Commit"} & spent
     assert told["culprit"].startswith("step 1 took ")
     slowest = paceline("why", str(run))
     assert "share by edge" in slowest.stdout
