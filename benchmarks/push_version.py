@@ -7,14 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from paceline.config import SecurityConfig
-from paceline.errors import DeadlineExceeded
+from paceline.errors import Unavailable
 from paceline.local.patience import patient
 from paceline.rpc import channel, leased, wait_healthy
 from paceline.tensors import from_numpy
@@ -28,28 +27,19 @@ RUN_ID = "local"
 
 
 async def push(address: str, workers: int, size: int) -> dict[str, Any]:
-    """The push's report. Raises DeadlineExceeded where not as many workers are there in time."""
+    """The push's report. Raises Unavailable where the gateway serves without as many workers."""
     security = SecurityConfig(allow_insecure=True)
     await wait_healthy(address, security, patient(READY_S))
     async with channel(address, security) as peer:
-        await _workers(RolloutServiceStub(peer), workers)
+        stub: Any = RolloutServiceStub(peer)
+        status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=patient(5))
+        if (there := sum(one.ready for one in status.workers)) != workers:
+            raise Unavailable("engine workers are not there", seen=there, allowed=workers)
         tensors = [from_numpy("model.norm.weight", np.full(size // 4, 0.5, dtype=np.float32))]
         policy = engine_pb2.WEIGHT_TARGET_POLICY
         manifest = build_manifest(policy, 1, tensors, lm_head_hash="0" * 16)
         report = await push_weights(peer, manifest, tensors, leased(security, RUN_ID, 1, 1))
     return asdict(report)
-
-
-async def _workers(stub: Any, count: int) -> None:
-    ends_s = time.monotonic() + patient(READY_S)
-    while True:
-        status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=patient(5))
-        there = sum(one.ready for one in status.workers)
-        if there == count:
-            return
-        if time.monotonic() > ends_s:
-            raise DeadlineExceeded("engine workers are not there", seen=there, allowed=count)
-        await asyncio.sleep(0.1)
 
 
 if __name__ == "__main__":

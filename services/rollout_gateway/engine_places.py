@@ -1,4 +1,6 @@
-"""Counts the places for engine workers, and says which settings of them do not fit together."""
+"""Counts the places for engine workers, and says which settings of them do not fit together and
+whose they are: of which replica, on which host.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from paceline.errors import ConfigError
+
+OF_A_HOST = frozenset({"redis", "security", "telemetry"})
+"""Settings of the gateway that hosts of its workers may have each for itself."""
 
 
 def number_of_places(first: int, most_workers: int, hosts: Sequence[int], replicas: int) -> int:

@@ -12,13 +12,10 @@ from paceline.errors import ConfigError
 from paceline.local.ports import free_ports
 from paceline.report.machine import same_on_hosts
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_places import by_host, shares_of
+from paceline.services.rollout_gateway.engine_places import OF_A_HOST, by_host, shares_of
 from paceline.services.rollout_gateway.sessions.shard import Shard
 from paceline.tagged_json import from_object, to_object
 from paceline.whole_files import write_whole
-
-OF_A_HOST = frozenset({"redis", "security", "telemetry"})
-"""Settings that hosts of engine workers may have each for itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ async def running(
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
     add_progress(server, lambda: progress(gateway))
     joins = None
-    if place is not None and place.hosts_address and gateway.worker_hosts is not None:
+    if place is not None and gateway.worker_hosts is not None:
         joins = Server(place.hosts_address, config.security)
     port = await _start(gateway, server, joins)
     longest = gateway.router.ready.max_sequence_tokens

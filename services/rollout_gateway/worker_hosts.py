@@ -14,12 +14,12 @@ from paceline.local.forking import Forker
 from paceline.plugins import import_object
 from paceline.report.machine import same_on_hosts
 from paceline.services.rollout_gateway.config import GatewayConfig
-from paceline.services.rollout_gateway.engine_places import by_host, shares_of
+from paceline.services.rollout_gateway.engine_places import OF_A_HOST, by_host, shares_of
 from paceline.services.rollout_gateway.engine_settings import engine_settings
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.features.publisher import ROW_DTYPES
-from paceline.services.rollout_gateway.place import OF_A_HOST, ReplicaPlace
+from paceline.services.rollout_gateway.place import ReplicaPlace
 from paceline.services.rollout_gateway.workers.hosting import WorkerHost
 from paceline.services.rollout_gateway.workers.hosts import WorkerHosts
 from paceline.services.rollout_gateway.workers.local import LocalWorkers, RowShape

@@ -106,10 +106,8 @@ async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     await _take_lost(config)
     stack.push_async_callback(fleet.stop)
     port = 0
-    if len(config.engine.hosts) > 1:  # these ask where the replicas are, which wait for them
-        ports = ReplicaPorts([replica.place for replica in fleet.replicas])
-        server.add(add_WorkerHostServiceServicer_to_server, ports, HOSTS_SERVICE)
-        port = await server.start(first=HOSTS_SERVICE)
+    if len(config.engine.hosts) > 1:
+        port = await _serve_hosts(server, fleet)
         stack.push_async_callback(server.stop, 0)
     await fleet.start()
     http, task, http_port = await alone.start_http(HeadApp(fleet, routing, aside), config)
@@ -121,6 +119,15 @@ async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     await stack.enter_async_context(listed(config, config.model_dir.resolve().name, http_port))
     log.info("gateway serves", replicas=config.replicas, grpc_port=port, http_port=http_port)
     return Head(port, http_port, fleet)
+
+
+async def _serve_hosts(server: Server, fleet: ReplicaFleet) -> int:
+    """Answers the hosts of workers alone, which ask where the replicas are: these wait for them.
+    Returns the port.
+    """
+    ports = ReplicaPorts([replica.place for replica in fleet.replicas])
+    server.add(add_WorkerHostServiceServicer_to_server, ports, HOSTS_SERVICE)
+    return await server.start(first=HOSTS_SERVICE)
 
 
 async def _stop(server: Server, http: alone.HttpServer, task: asyncio.Task[None]) -> None:

@@ -112,7 +112,7 @@ class SpoolCopies(WorkerHostServiceServicer):
         """
         if not Path(told.path).is_relative_to(self._spool):
             return told.path
-        return str(await self.copy(told.target, told.version, gateway=gateway))
+        return str(await self.copy(told.target, told.version, gateway))
 
     async def copy(self, target: int, version: int, gateway: Any) -> Path:
         """The directory of a version here. One that is here already is asked for its manifest

@@ -1,5 +1,5 @@
 """Sends files of spooled versions to hosts that have no path to the spool: the gateway from its
-spool, a host from its copies, those too that are still being made.
+spool, a host from its copies, those too that are still being made. Says who reads from whom.
 """
 
 from __future__ import annotations
@@ -22,21 +22,14 @@ BEGINS_S = 5.0
 """Seconds until a host that is asked for a version has begun to copy it: all are told at once."""
 
 
-def place_in_tree(place: int, fan_out: int) -> int | None:
-    """Place of the host that the one at `place` copies from; None: from the root of the tree, which
-    has as many children as each host. Places are filled level by level.
-    """
-    return place // fan_out - 1 if fan_out and place >= fan_out else None
-
-
 def source_of(host: int, addresses: Mapping[int, str], fan_out: int) -> str:
     """Address that a host copies from; empty: the gateway's. `addresses`: where hosts that are
-    there can be copied from, by number; empty for those that cannot. A host copies from those of
-    lower numbers alone, so that none waits for itself.
+    there can be copied from, by number; empty for those that cannot. The tree is filled level by
+    level, in the order of the numbers: none waits for itself.
     """
     there = [one for one in sorted(addresses) if addresses[one] or one == host]
-    place = place_in_tree(there.index(host), fan_out) if host in there else None
-    return "" if place is None else addresses[there[place]]
+    place = there.index(host) if host in there else 0
+    return addresses[there[place // fan_out - 1]] if 0 < fan_out <= place else ""
 
 
 def hash_of_manifest(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,35 +91,33 @@ async def stub(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[A
 
 
 @pytest.fixture
-def copies(tmp_path: Path, stub: Any) -> SpoolCopies:
-    found = SpoolCopies(tmp_path / "spool", tmp_path / "copies", host=1)
-    found.copy = partial(found.copy, gateway=stub)  # type: ignore[method-assign]
-    return found
+def copies(tmp_path: Path) -> SpoolCopies:
+    return SpoolCopies(tmp_path / "spool", tmp_path / "copies", host=1)
 
 
 async def test_a_copy_is_what_was_spooled_and_is_sent_once(
-    spool: Spool, hosts: Hosts, copies: SpoolCopies
+    spool: Spool, hosts: Hosts, stub: Any, copies: SpoolCopies
 ) -> None:
     spooled(spool, 1, 0.5)
-    copy = await copies.copy(P, 1)
+    copy = await copies.copy(P, 1, stub)
     assert files(copy) == files(spool.path(P, 1))
     sent = hosts.sent_bytes
-    assert await copies.copy(P, 1) == copy
+    assert await copies.copy(P, 1, stub) == copy
     assert hosts.sent_bytes - sent < 10_000, "only the manifest is asked for again"
 
 
 async def test_a_copy_that_breaks_off_goes_on_where_it_ended(
-    spool: Spool, hosts: Hosts, copies: SpoolCopies
+    spool: Spool, hosts: Hosts, stub: Any, copies: SpoolCopies
 ) -> None:
     spooled(spool, 1, 0.5)
     hosts.breaks = 2
-    copy = await copies.copy(P, 1)
+    copy = await copies.copy(P, 1, stub)
     assert files(copy) == files(spool.path(P, 1))
     assert hosts.sent_bytes == sum(map(len, files(copy).values()))
 
 
 async def test_a_gateway_that_sends_nothing_is_given_up_and_what_has_come_is_kept(
-    spool: Spool, hosts: Hosts, copies: SpoolCopies, monkeypatch: pytest.MonkeyPatch
+    spool: Spool, hosts: Hosts, stub: Any, copies: SpoolCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spooled(spool, 1, 0.5)
     hosts.breaks = 2
@@ -138,39 +135,41 @@ async def test_a_gateway_that_sends_nothing_is_given_up_and_what_has_come_is_kep
     with monkeypatch.context() as patched:
         patched.setattr(WorkerHosts, "ReadSpooled", silent)
         with pytest.raises(Unavailable, match="away"):
-            await copies.copy(P, 1)
+            await copies.copy(P, 1, stub)
     assert calls == TRIES - 1  # the first call had brought two parts
     sent, hosts.breaks = hosts.sent_bytes, 0
-    copy = await copies.copy(P, 1)
+    copy = await copies.copy(P, 1, stub)
     assert files(copy) == files(spool.path(P, 1))
     size = sum(map(len, files(copy).values()))
     assert hosts.sent_bytes - sent < size - PART_BYTES
 
 
 async def test_a_version_that_was_pushed_again_is_copied_again(
-    spool: Spool, copies: SpoolCopies
+    spool: Spool, stub: Any, copies: SpoolCopies
 ) -> None:
     for value in (0.5, 0.25):
         spool.remove(P, 1)
         spooled(spool, 1, value)
-        assert files(await copies.copy(P, 1)) == files(spool.path(P, 1))
+        assert files(await copies.copy(P, 1, stub)) == files(spool.path(P, 1))
 
 
 async def test_a_copy_of_a_damaged_version_counts_for_nothing(
-    spool: Spool, tmp_path: Path, copies: SpoolCopies
+    spool: Spool, tmp_path: Path, stub: Any, copies: SpoolCopies
 ) -> None:
     spooled(spool, 1, 0.5)
     path = spool.path(P, 1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(DataLoss, match="damaged"):
-        await copies.copy(P, 1)
+        await copies.copy(P, 1, stub)
     assert not [one for one in (tmp_path / "copies").iterdir() if one.is_dir()]
 
 
-async def test_the_newest_copies_stay(spool: Spool, tmp_path: Path, copies: SpoolCopies) -> None:
+async def test_the_newest_copies_stay(
+    spool: Spool, tmp_path: Path, stub: Any, copies: SpoolCopies
+) -> None:
     for number in range(1, KEPT + 3):
         spooled(spool, number, number, size=8)
-        await copies.copy(P, number)
+        await copies.copy(P, number, stub)
     kept = {path.name for path in (tmp_path / "copies").iterdir()}
     assert kept == {f"policy-{number}" for number in range(3, KEPT + 3)}
 
@@ -213,7 +212,7 @@ async def test_only_what_lies_in_the_spool_is_copied(
 
 
 async def test_a_gateway_that_sends_no_more_is_given_up(
-    spool: Spool, copies: SpoolCopies, monkeypatch: pytest.MonkeyPatch
+    spool: Spool, stub: Any, copies: SpoolCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spooled(spool, 1, 0.5)
 
@@ -228,24 +227,24 @@ async def test_a_gateway_that_sends_no_more_is_given_up(
     monkeypatch.setattr(spool_copies, "STALLED_S", 0.5)
     monkeypatch.setattr(spool_copies, "TRIES", 2)
     with pytest.raises(DeadlineExceeded, match=r"no more of manifest.json is sent"):
-        await copies.copy(P, 1)
+        await copies.copy(P, 1, stub)
 
 
 async def test_a_host_that_cannot_write_says_so(
-    spool: Spool, tmp_path: Path, copies: SpoolCopies
+    spool: Spool, tmp_path: Path, stub: Any, copies: SpoolCopies
 ) -> None:
     spooled(spool, 1, 0.5, size=8)
     (tmp_path / "copies").write_text("a file")
     with pytest.raises(ResourceExhausted, match="policy-1 cannot be written"):
-        await copies.copy(P, 1)
+        await copies.copy(P, 1, stub)
 
 
 async def test_files_beside_a_version_are_not_written(
-    spool: Spool, copies: SpoolCopies, monkeypatch: pytest.MonkeyPatch
+    spool: Spool, stub: Any, copies: SpoolCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def strange(self: WorkerHosts, request: Any, context: Any) -> AsyncIterator[Any]:
         yield pb.ReadSpooledResponse(files={"../versions.json": 3})
 
     monkeypatch.setattr(WorkerHosts, "ReadSpooled", strange)
     with pytest.raises(DataLoss, match=r"lies beside it; seen: \.\./versions.json"):
-        await copies.copy(P, 1)
+        await copies.copy(P, 1, stub)

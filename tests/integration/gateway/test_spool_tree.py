@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ class Tree(WorkerHostServiceServicer):
         """Another host, from which others may copy."""
         directory = self._directory / f"host-{number}"
         copies = SpoolCopies(self._directory / "spool", directory, number, SecurityConfig())
-        copies.copy = partial(copies.copy, gateway=self.stub)  # type: ignore[method-assign]
         self.addresses[number] = await copies.serve(LOOPBACK)
         self._stack.push_async_callback(copies.close)
         return copies
@@ -91,7 +89,7 @@ async def test_the_gateway_sends_a_version_to_as_many_hosts_as_it_is_told(
     tree.fan_out = fan_out
     hosts = [await tree.host(number) for number in range(1, 6)]
     spooled(tree.spool, 1, 0.5)
-    copies = await asyncio.gather(*(host.copy(P, 1) for host in hosts))
+    copies = await asyncio.gather(*(host.copy(P, 1, tree.stub) for host in hosts))
     assert all(files(copy) == files(tree.spool.path(P, 1)) for copy in copies)
     assert 0 <= tree.sent_bytes - fan_out * BYTES < FEW
 
@@ -116,7 +114,7 @@ async def test_a_host_sends_on_what_comes_before_it_has_all(
     spooled(tree.spool, 1, 0.5)
     begun = something_comes(monkeypatch, "host-2")
     tree.goes_on.clear()
-    copies = asyncio.gather(first.copy(P, 1), second.copy(P, 1))
+    copies = asyncio.gather(first.copy(P, 1, tree.stub), second.copy(P, 1, tree.stub))
     await asyncio.wait_for(begun.wait(), 30)
     assert tree.sent_bytes < BYTES
     tree.goes_on.set()
@@ -131,8 +129,8 @@ async def test_the_gateway_sends_the_rest_when_a_host_is_gone(
     spooled(tree.spool, 1, 0.5)
     begun = something_comes(monkeypatch, "host-2")
     tree.goes_on.clear()
-    ending = asyncio.create_task(first.copy(P, 1))
-    copying = asyncio.create_task(second.copy(P, 1))
+    ending = asyncio.create_task(first.copy(P, 1, tree.stub))
+    copying = asyncio.create_task(second.copy(P, 1, tree.stub))
     await asyncio.wait_for(begun.wait(), 30)
     ending.cancel()
     await asyncio.gather(ending, return_exceptions=True)
@@ -144,9 +142,9 @@ async def test_the_gateway_sends_the_rest_when_a_host_is_gone(
 async def test_what_a_host_has_damaged_is_copied_from_the_gateway(tree: Tree) -> None:
     first, second = await tree.host(1), await tree.host(2)
     spooled(tree.spool, 1, 0.5)
-    path = await first.copy(P, 1) / "model.safetensors"
+    path = await first.copy(P, 1, tree.stub) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert files(await second.copy(P, 1)) == files(tree.spool.path(P, 1))
+    assert files(await second.copy(P, 1, tree.stub)) == files(tree.spool.path(P, 1))
 
 
 async def stop(tree: Tree, first: SpoolCopies) -> None:
@@ -154,7 +152,7 @@ async def stop(tree: Tree, first: SpoolCopies) -> None:
 
 
 async def copy_another(tree: Tree, first: SpoolCopies) -> None:
-    await first.copy(P, 1)
+    await first.copy(P, 1, tree.stub)
     tree.spool.remove(P, 1)
     spooled(tree.spool, 1, 0.25)
 
@@ -169,7 +167,7 @@ async def test_a_host_that_has_nothing_of_a_version_is_left(
     spooled(tree.spool, 1, 0.5)
     if before is not None:
         await before(tree, first)
-    assert files(await second.copy(P, 1)) == files(tree.spool.path(P, 1))
+    assert files(await second.copy(P, 1, tree.stub)) == files(tree.spool.path(P, 1))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ async def test_nothing_but_files_of_copies_is_read_from_a_host(
     monkeypatch.setattr(spool_reading, "BEGINS_S", 0.05)
     first = await tree.host(1)
     spooled(tree.spool, 1, 0.5, size=8)
-    copy = await first.copy(P, 1)
+    copy = await first.copy(P, 1, tree.stub)
     asked = pb.ReadSpooledRequest(target=P, version=1, name=name, start=start)
     asked.manifest = manifest or spool_reading.hash_of_manifest(copy / "manifest.json")
     async with channel(tree.addresses[1], SecurityConfig()) as peer:

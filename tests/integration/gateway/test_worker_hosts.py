@@ -35,8 +35,8 @@ from paceline.local.ports import free_port
 from paceline.report.machine import same_on_hosts
 from paceline.rpc import channel, rpc_errors, wait_ready
 from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engine_places import OF_A_HOST
 from paceline.services.rollout_gateway.gateway import Gateway
-from paceline.services.rollout_gateway.place import OF_A_HOST
 from paceline.services.rollout_gateway.replicas.serving import running
 from paceline.services.rollout_gateway.worker_hosts import held_workers, local_workers
 from paceline.services.rollout_gateway.workers.hosting import WorkerHost
