@@ -47,6 +47,7 @@ class FakePlugin:
         self.rows_invalid = 0
         self.rank = 0
         self.spec: Any = None
+        self.arm = "eagle:1_2_3"
         self.batch: Any = None  # none is being run, so no prompt is scored
         self.scheduler: Any = None
         self.requests: dict[str, Any] = {}
@@ -195,7 +196,7 @@ def test_what_was_gathered_outlives_its_slots() -> None:
 
 def test_memory_is_that_of_the_pool_however_many_rows_pass() -> None:
     stored = SlotRows(SLOTS, WIDTH, torch.bfloat16, CPU)
-    parts = (stored.hidden, stored.token, stored.position, stored.version)
+    parts = (stored.hidden, stored.token, stored.position, stored.version, stored.unread)
     before = [part.data_ptr() for part in parts]
     for version in range(50):
         stored.put(
@@ -207,7 +208,7 @@ def test_memory_is_that_of_the_pool_however_many_rows_pass() -> None:
         )
     assert [part.data_ptr() for part in parts] == before
     assert stored.nbytes == sum(part.numel() * part.element_size() for part in parts)
-    assert stored.nbytes == (SLOTS + 1) * (2 * WIDTH + 4 + 4 + 8)
+    assert stored.nbytes == (SLOTS + 1) * (2 * WIDTH + 4 + 4 + 8 + 1)
 
 
 # ---- rows in
@@ -277,6 +278,17 @@ def test_accepted_nodes_of_a_tree_land_in_the_front_slots_of_their_request(
     assert stored.token[[16, 17, 18, 20]].tolist() == [10, 12, 13, 20]
     assert stored.position[[16, 17, 18, 20]].tolist() == [5, 6, 7, 8]
     assert stored.version[[16, 17, 18, 20]].tolist() == [7] * 4
+
+
+@pytest.mark.parametrize(("arm", "unread"), [("off", True), ("eagle:1_2_3", False)])
+def test_only_what_a_round_without_drafts_verifies_is_unread(
+    plugin: FakePlugin, arm: str, unread: bool
+) -> None:
+    plugin.arm = arm
+    verify_trees(plugin, states(*range(8)), [[0, 2, 3], [4, -1, -1]], [3, 1])
+    assert plugin.slot_rows is not None
+    assert plugin.slot_rows.unread[[16, 17, 18, 20]].tolist() == [unread] * 4
+    assert not plugin.slot_rows.unread[[19, 21, 22, 23]].any()
 
 
 def test_rejected_nodes_touch_no_slot(plugin: FakePlugin) -> None:

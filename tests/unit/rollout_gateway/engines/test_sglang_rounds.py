@@ -19,6 +19,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin import rounds
 from paceline.services.rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, Values
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from paceline.services.rollout_gateway.engines.sglang.plugin.unread import Unread
 from paceline.trajectory import SpeculationStats, VersionSet
 
 NAMES = ("off", "eagle:3_1_4", "eagle:3_2_8")
@@ -33,6 +34,9 @@ class Mode:
     def is_decode(self) -> bool:
         return self._name == "decode"
 
+    def is_idle(self) -> bool:
+        return self._name == "idle"
+
 
 def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | None = None) -> Any:
     known = requests or {}
@@ -44,6 +48,8 @@ def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | N
         draining=True,
         arm="off",
         requests=known,
+        slot_rows=None,
+        unread=Unread(),
     )
 
 
@@ -136,10 +142,38 @@ def test_a_round_that_fails_leaves_the_launch_shape() -> None:
 
 def test_what_a_round_leaves_for_the_next_has_the_launch_width() -> None:
     plugin, drafter, seen = make_plugin(), SimpleNamespace(topk=1), []
+    plugin.slot_rows, plugin.arm = object(), "eagle:3_1_4"
     rounds.eagle_catch_up(
         plugin, lambda drafter, batch, result: seen.append(drafter.topk), drafter, None, None
     )
     assert (seen, drafter.topk) == ([2], 1)
+
+
+def test_a_round_that_is_off_calls_no_drafter_where_its_states_are_kept() -> None:
+    plugin, batch = make_plugin(), make_batch()
+    plugin.arms.force("off")
+    plugin.slot_rows = object()
+    batch.spec_info.hidden_states = torch.ones(2, 3)
+    left = SimpleNamespace()
+
+    def original(worker: Any, batch: Any) -> Any:
+        result = SimpleNamespace(next_draft_input=left)
+        rounds.eagle_catch_up(plugin, pytest.fail, SimpleNamespace(topk=1), batch, result)
+        return result
+
+    rounds.eagle_round(plugin, original, make_worker(plugin), batch)
+    assert torch.equal(left.topk_p, torch.arange(4.0).view(2, 2))  # of the launch's width
+    assert torch.equal(left.hidden_states, torch.ones(2, 3))
+    assert not plugin.unread.caught_up(batch.reqs)
+    assert plugin.unread.caught_up(batch.reqs)
+
+
+def test_a_round_that_is_off_reads_at_once_where_no_states_are_kept() -> None:
+    plugin, seen = make_plugin(), []
+    rounds.eagle_catch_up(
+        plugin, lambda drafter, *_: seen.append(drafter.topk), SimpleNamespace(topk=1), None, None
+    )
+    assert seen == [2]
 
 
 # ---- n-gram trees

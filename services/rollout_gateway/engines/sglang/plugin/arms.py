@@ -6,7 +6,8 @@ runtimes.py. Imports neither torch nor SGLang.
 
 SGLang is launched with the smallest shape that covers all arms, because KV slots are reserved by
 it, and every round runs one of them: one shape for the whole batch. `off` is a tree of the root
-alone: nothing is drafted, the drafter's state keeps in step.
+alone: nothing is drafted, and the drafter reads what it verified when a round drafts again, see
+unread.py; where no rows are kept it reads at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.services.rollout_gateway.bandits.base import (
 )
 from paceline.services.rollout_gateway.engines.requests.arms import check_arm, situation_of
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked
-from paceline.speculators.kinds import SGLANG
+from paceline.speculators.kinds import SGLANG, SPECULATORS
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 
@@ -151,8 +152,18 @@ class ArmChooser:
             self.bandit.renew(self._drafting, Target.POLICY)
 
     @property
+    def reads_states(self) -> bool:
+        """Whether a drafter here reads states of the target."""
+        return any(trained(arm) for arm in self.arms.values())
+
+    @property
     def _drafting(self) -> set[str]:
         return {arm.name for arm in self.arms.values() if arm.speculator}
+
+
+def trained(arm: ArmName) -> bool:
+    """Whether its drafter has weights."""
+    return bool(arm.speculator) and SPECULATORS[arm.speculator].trained
 
 
 def asked_arm(tracked: Sequence[Tracked | None]) -> str:

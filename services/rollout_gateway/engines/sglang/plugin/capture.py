@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.arm_names import OFF
 from paceline.errors import ConfigError
 from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
@@ -34,7 +35,8 @@ log = get_logger(__name__)
 
 
 def start(plugin: Any) -> None:
-    """Set up the rows of rank 0 once the scheduler has its KV pool.
+    """Set up the rows once the scheduler has its KV pool: of rank 0, whence they leave, and of the
+    other ranks where a drafter reads them.
 
     Raises ConfigError when the model captures other layers than declared, or has no room for the
     rows.
@@ -48,7 +50,7 @@ def start(plugin: Any) -> None:
             "SGLang captures other layers than the rows declare", seen=captured, allowed=wanted
         )
 
-    if plugin.rank != 0 or plugin.ring is None:
+    if plugin.ring is None and not plugin.arms.reads_states:
         return
     pool = plugin.scheduler.token_to_kv_pool_allocator
     dtype, device = DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
@@ -183,7 +185,8 @@ def verified(
     ).flatten()
     chosen = accept_index[:, :depth].clamp(min=0).flatten().long()
     tokens, positions = verify_input.draft_token.flatten()[chosen], verify_input.positions[chosen]
-    stored.put(slots, tokens, positions, plugin.versions.policy, rows[chosen])
+    unread = plugin.arm == OFF
+    stored.put(slots, tokens, positions, plugin.versions.policy, rows[chosen], unread=unread)
 
 
 def _part_from_last(layout: RowLayout, logits_output: Any) -> None:
@@ -210,7 +213,7 @@ def released(plugin: Any, req: Any, tree_cache: Any, *_: Any, **__: Any) -> None
     A retracted request comes here too; it will be computed anew, so nothing of it leaves.
     """
     stored = plugin.slot_rows
-    if stored is None or not req.finished() or not req.kv.holds_kv:
+    if stored is None or plugin.ring is None or not req.finished() or not req.kv.holds_kv:
         return
     tracked = plugin.requests.get(req.rid)
     if tracked is None or not tracked.request.capture:

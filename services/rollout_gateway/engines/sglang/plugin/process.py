@@ -42,6 +42,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.sampling import (
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
 from paceline.services.rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
+from paceline.services.rollout_gateway.engines.sglang.plugin.unread import Unread
 from paceline.services.rollout_gateway.engines.sglang.plugin.weights import (
     PluginWeights,
     TensorParallel,
@@ -81,6 +82,7 @@ class Plugin:
         self.ring: RowRing | None = None
         self.rows: RowLayout | None = row_layout(self.spec) if worker.ring_path else None
         self.slot_rows: SlotRows | None = None
+        self.unread = Unread()
         self.rows_invalid = 0
         self.reuses = True  # false: in quarantine, no request takes keys and values of another
         self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)

@@ -20,6 +20,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.arms import (
     ChosenArm,
     first_nodes,
     taken_tokens,
+    trained,
 )
 from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import (
     Runtimes,
@@ -27,7 +28,7 @@ from paceline.services.rollout_gateway.engines.sglang.plugin.runtimes import (
     ngram_runtimes,
     swapped,
 )
-from paceline.speculators.kinds import SPECULATORS
+from paceline.services.rollout_gateway.engines.sglang.plugin.unread import read_on
 
 RUNTIMES = "paceline_runtimes"
 """Attribute of a speculative worker: its Runtimes."""
@@ -93,25 +94,37 @@ def eagle_round(
     """AROUND EAGLEWorkerV2.forward_batch_generation: draft, verify and catch up with the round's
     arm.
 
-    With steps 0 SGLang verifies the root alone and lets the drafter read the token that came of it,
-    as after any round; so a round may draft again right after one that was off.
+    With steps 0 SGLang verifies the root alone. Where its states are kept the drafter reads them
+    when a round drafts again, which is not part of that round's seconds: no arm is better or worse
+    for what came before it.
     """
     if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
+        if plugin.slot_rows is not None and not batch.forward_mode.is_idle():
+            plugin.unread.prefilled(batch)
         return original(worker, batch, *args, **kwargs)
     plan = _plan(plugin, batch)
+    if plan.arm.drafted:
+        read_on(plugin, worker, batch)
+    elif plugin.slot_rows is not None:
+        plugin.unread.leave(batch)
     _narrow(batch.spec_info, plan.arm)
     return _run(plugin, plan, original, worker, batch, *args, **kwargs)
 
 
-def eagle_catch_up(plugin: Any, original: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
+def eagle_catch_up(
+    plugin: Any, original: Any, drafter: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> None:
     """AROUND EagleDraftWorker._draft_extend_for_decode: proposals for the next round at the
-    launch's width.
+    launch's width; none where the round was off and its states are kept.
 
     What a round leaves for the next is merged with what prefill leaves, and the next round may be
     wider than this one.
     """
+    if plugin.arm == OFF and plugin.slot_rows is not None:
+        plugin.unread.hand_on(result.next_draft_input)
+        return
     with swapped(drafter, "topk", plugin.arms.maximum.topk):
-        original(drafter, *args, **kwargs)
+        original(drafter, batch, result, *args, **kwargs)
 
 
 def ngram_round(
@@ -181,14 +194,9 @@ def row_advanced(
             tracked.sequence.count(OFF, 0, taken)
         else:
             drafted, steps = arm.drafted, arm.shape.steps
-            tracked.sequence.count(arm.name, drafted, taken, steps, trained=_trained(arm))
+            tracked.sequence.count(arm.name, drafted, taken, steps, trained=trained(arm))
 
     original(processor, req, batch, result, row, logits_output)
-
-
-def _trained(arm: ArmName) -> bool:
-    """Whether its drafter has weights."""
-    return bool(arm.speculator) and SPECULATORS[arm.speculator].trained
 
 
 def _plan(plugin: Any, batch: Any) -> ChosenArm:

@@ -71,7 +71,9 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
 
     if envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
         raise ConfigError(
-            "off needs the drafter kept in step", seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1"
+            "SGLang would draft from states that its drafter never read",
+            seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1",
+            allowed="not set",
         )
 
     if worker.adaptive_controller is not None:

@@ -78,7 +78,7 @@ class SlotRows:
         """`slots`: highest KV slot + 1. Raises ConfigError when the device has no room for them."""
         self.slots, self.width = slots, width
         self.unused_slot = slots  # rows put here are never read
-        self.nbytes = (slots + 1) * (width * dtype.itemsize + 16)
+        self.nbytes = (slots + 1) * (width * dtype.itemsize + 17)
         if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < self.nbytes:
             raise ConfigError(
                 "no room for the hidden rows of all KV slots; lower memory_fraction or turn "
@@ -93,6 +93,8 @@ class SlotRows:
         self.token = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         self.position = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         self.version = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
+        # verified in a round without drafts, and the drafter has not read it since
+        self.unread = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         self.leaving: deque[Leaving] = deque()
         self.rows_dropped = 0  # no room among the rows on their way
         self._cuda = device.type == "cuda"
@@ -101,10 +103,17 @@ class SlotRows:
             self._written, self._read = torch.cuda.Event(), torch.cuda.Event()
 
     def put(
-        self, slots: Tensor, tokens: Tensor, positions: Tensor, version: int, hidden: Tensor
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        version: int,
+        hidden: Tensor,
+        *,
+        unread: bool = False,
     ) -> None:
         """Store rows: slots, tokens, positions integer [n], hidden [n, width] of any float
-        dtype.
+        dtype. unread: no drafter reads them in this round.
         """
         self._before_write()
         index = slots.long()
@@ -112,7 +121,21 @@ class SlotRows:
         self.token.index_copy_(0, index, tokens.int())
         self.position.index_copy_(0, index, positions.int())
         self.version.index_fill_(0, index, version)
+        self.unread.index_fill_(0, index, unread)
         self._after_write()
+
+    def first_unread(self, slots: Tensor, lengths: Tensor) -> list[int]:
+        """Of each row's slots [B, longest] the first that is unread, its length [B] where none is.
+        Waits for the device.
+        """
+        columns = torch.arange(slots.shape[1], device=slots.device)
+        unread = self.unread[slots] & (columns < lengths[:, None])
+        found: list[int] = torch.where(unread, columns, lengths[:, None]).amin(1).tolist()
+        return found
+
+    def mark_read(self, slots: Tensor) -> None:
+        """The drafter has read the tokens of these slots [n]."""
+        self.unread.index_fill_(0, slots, False)
 
     def forget(self, slots: Tensor) -> None:
         """The rows of these slots [n] are not valid any more."""
