@@ -364,6 +364,13 @@ def prepare_policy(served: Served, version: int, path: Path) -> None:
     )
 
 
+def test_a_worker_is_its_host_and_its_schedulers(served: Served) -> None:
+    begun = psutil.Process(served.client.process.pid).children(recursive=True)
+    commands = [" ".join(one.cmdline()) for one in begun]
+    [one] = [command for command in commands if "resource_tracker" not in command]
+    assert one.startswith("sglang::scheduler")
+
+
 @pytest.mark.parametrize("paused", [False, True], ids=["nothing to do", "paused with requests"])
 def test_an_engine_with_nothing_to_do_leaves_its_core(
     served: Served, prompts: list[list[int]], paused: bool

@@ -168,7 +168,7 @@ def test_a_host_that_is_killed_while_sglang_starts_leaves_none_of_its_processes(
     host = started_host(tmp_path)
     of_host = psutil.Process(host.pid)
     until = time.monotonic() + patient(120)
-    while sum(begun(one, loaded) for one in of_host.children()) < 2:  # scheduler and detokenizer
+    while not any(begun(one, loaded) for one in of_host.children()):  # the scheduler
         assert host.poll() is None
         assert time.monotonic() < until
         time.sleep(0.01)

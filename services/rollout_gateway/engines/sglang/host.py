@@ -224,9 +224,9 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     values = arguments(complete, worker_index=worker.place, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
     tempfile.tempdir = str(folder)  # where this process names the sockets of SGLang's parts
-    from sglang.srt.entrypoints.engine import Engine
+    from paceline.services.rollout_gateway.engines.sglang.schedulers import SchedulersAlone
 
-    engine = Engine(**values)
+    engine = SchedulersAlone(**values)
     tempfile.tempdir = None
     for path in shared_memory():
         sweep_with_us(path)

@@ -87,7 +87,7 @@ def streaming(
     is_idle_batch: bool = False,
 ) -> Any:
     """AROUND _stream_output_generation: news of our requests go to the gateway, not to SGLang's
-    detokenizer.
+    tokenizer.
     """
     for req in reqs:
         if req.rid.startswith(RID_PREFIX) and req is not skip_req:
