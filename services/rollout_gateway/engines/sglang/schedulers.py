@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine
 
 
-class SchedulersAlone(Engine):  # type: ignore[misc]  # SGLang has no types
+class SchedulersAlone(Engine):
     """Without the process that makes text of tokens: our plugin tells the gateway tokens, and the
     few results of SGLang's own requests go back as tokens, too (skip_tokenizer_init).
 
