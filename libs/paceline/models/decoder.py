@@ -53,8 +53,10 @@ class LayerWeights:
     """[H, F]"""
 
 
-Finish: TypeAlias = Callable[[LayerWeights, Tensor, Tensor, float], Tensor]
-"""finish_layer, or a compiled one."""
+Between: TypeAlias = Callable[[LayerWeights, LayerWeights, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""finish_layer of a layer and project_inputs of the following one, of x [N, H] and attended [N, Nq
+D], N >= 2: the following one's x, and its queries, keys and values.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class DecoderWeights:
     """complex64 [positions, D / 2]"""
     head_hash: str = ""
     """Hash of the head's bytes as they were loaded."""
-    finish: Finish | None = None
-    """Replaces finish_layer in every layer."""
+    between: Between | None = None
+    """What is between two attentions as one compiled graph; layers in eight bits go without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,6 @@ def layer_forward(
     cache: StaticCache,
     index: int,
     block: Block,
-    finish: Finish | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
     """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N,
@@ -220,21 +221,38 @@ def layer_forward(
 
     Rows of x behind those of the block are computed as well and mean nothing: see spare_rows.
 
-    finish: what to call instead of finish_layer; inputs [N, K]: what queries, keys and values are
-    projected from, None: x under the layer's input_norm.
+    inputs [N, K]: what queries, keys and values are projected from, None: x under the layer's
+    input_norm.
     """
-    if inputs is None:
-        inputs = (
-            x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-        )
-    qkv = project(inputs, layer.qkv, layer.qkv_bias)
+    eps = config.rms_norm_eps
+    qkv = project_inputs(layer, x, eps) if inputs is None else _projected(layer, inputs)
+    return finish_layer(layer, x, _attended(config, layer, qkv, cache, index, block), eps)
+
+
+def project_inputs(layer: LayerWeights, x: Tensor, eps: float) -> Tensor:
+    """Queries, keys and values [N, (Nq + 2 Nkv) D] of a layer's x [N, H]."""
+    return _projected(layer, x if layer.input_norm is None else _rms_norm(x, layer.input_norm, eps))
+
+
+def _projected(layer: LayerWeights, inputs: Tensor) -> Tensor:
+    return project(inputs, layer.qkv, layer.qkv_bias)
+
+
+def _attended(
+    config: ModelConfig,
+    layer: LayerWeights,
+    qkv: Tensor,
+    cache: StaticCache,
+    index: int,
+    block: Block,
+) -> Tensor:
+    """Attention of a layer [N, Nq D], zeros for rows behind those of the block. qkv is changed."""
     count = len(block.rotation)
     queries = _rotated(config, layer, qkv[:count], block.rotation)
     cache.write(index, block.cells, qkv[:count, config.num_heads * config.head_dim :])
     attended = _attend(config, queries, cache, index, block)
-    if spare := len(x) - count:
-        attended = functional.pad(attended, (0, 0, 0, spare))
-    return (finish or finish_layer)(layer, x, attended, config.rms_norm_eps)
+    spare = len(qkv) - count
+    return functional.pad(attended, (0, 0, 0, spare)) if spare else attended
 
 
 def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
@@ -338,18 +356,30 @@ def forward_hidden(
     ascending, below the number of layers. Returns [N, (len(inner) + 1) H]; without inner states
     nothing is copied.
     """
-    config = weights.config
+    config, between = weights.config, _compiled(weights)
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     count = len(x)
-    if spare := spare_rows(x):
+    if spare := max(spare_rows(x), 2 - count if between else 0):
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
+    qkv: Tensor | None = None
     for index, layer in enumerate(weights.layers):
         if index in inner:
             states.append(x[:count])
-        x = layer_forward(config, layer, x, cache, index, block, weights.finish)
+        if qkv is None:
+            qkv = project_inputs(layer, x, config.rms_norm_eps)
+        attended = _attended(config, layer, qkv, cache, index, block)
+        if between is not None and index + 1 < len(weights.layers):
+            x, qkv = between(layer, weights.layers[index + 1], x, attended)
+        else:
+            x, qkv = finish_layer(layer, x, attended, config.rms_norm_eps), None
     last = _rms_norm(x[:count], weights.norm, config.rms_norm_eps)
     return torch.cat((*states, last), dim=-1) if states else last
+
+
+def _compiled(weights: DecoderWeights) -> Between | None:
+    plain = all(isinstance(one.gate_up, Tensor) for one in weights.layers[:1])
+    return weights.between if plain else None
 
 
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline.errors import ResourceExhausted, WeightsError
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import DecoderWeights, Finish, Matrix
+from paceline.models.decoder import Between, DecoderWeights, Matrix
 from paceline.models.loading import (
     assembled,
     build_weights,
@@ -75,7 +75,7 @@ class ServedModel:
     """Rows of the rotation table."""
     profile: Profile | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    finish: Finish | None = None
+    between: Between | None = None
     start: Path | None = None
     """The model that versions of adapters alone are added to."""
 
@@ -106,7 +106,7 @@ class ServedModel:
             device=self.device,
             profile=self.profile,
         )
-        return replace(weights, finish=self.finish)
+        return replace(weights, between=self.between)
 
     def built(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Storages by name, one record after the other, of those that all parts are given of.
@@ -196,7 +196,7 @@ def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
         elif kind != "scales":
             built[name] = own
     made = assembled(weights.config, built, weights.rotation, staged.head_hash)
-    return replace(made, finish=weights.finish)
+    return replace(made, between=weights.between)
 
 
 def storages(weights: DecoderWeights) -> dict[str, Tensor]:

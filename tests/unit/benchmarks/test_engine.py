@@ -85,8 +85,11 @@ def options(**changes: object) -> argparse.Namespace:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two threads on cores that others use are slow
-async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> None:
+async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of whole gateways are test_engine_gateways.py's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one_engine = ",".join(name for name in bench.SECTIONS if name not in ("launch", "capture"))
     result = await bench.run(options(quick=True, only=one_engine))
     sections = {str(row["section"]).split(",")[0] for row in result.rows}
@@ -101,13 +104,14 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> No
         "groups of samples",
         "a promotion every 2 rollouts of 4 samples",
         "1 and 2 threads",
+        "plain and compiled",
         "ms of a round",
         "arithmetic limit",
     }
     trained = {row["way"] for row in result.rows if row["section"] == "policy_trained, fp32"}
     assert trained == {"off", *ARMS, f"bandit {BanditSettings().kind}"}
     equal = [goal for goal in result.goals if "equal tokens" in goal.name]
-    assert len(equal) == 8
+    assert len(equal) == 9
     assert all(goal.met and goal.value == 1.0 for goal in equal)
     assert all(goal.met is None for goal in result.goals if goal not in equal), (
         "one pair judges no speed"

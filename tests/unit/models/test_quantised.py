@@ -18,8 +18,6 @@ from paceline.models.cache import StaticCache
 from paceline.models.config import read_config
 from paceline.models.decoder import (
     DecoderWeights,
-    Finish,
-    finish_layer,
     forward_hidden,
     head_logits,
     make_block,
@@ -163,9 +161,8 @@ def logits(weights: DecoderWeights, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("torchao")
-@pytest.mark.parametrize("finish", [None, finish_layer], ids=["inline", "replaced"])
 def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
-    finish: Finish | None, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """The state that enters layer i is the last one of a model of i layers, but for the final
     norm.
@@ -173,7 +170,6 @@ def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
     eight = build_weights(config, tensors, dtype=torch.float32, positions=32, profile=INT8)
-    eight = replace(eight, finish=finish)
     ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         rows = hidden_states(eight, ids, (1, 2)).split(config.hidden_size, dim=-1)

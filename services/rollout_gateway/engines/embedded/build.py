@@ -9,7 +9,7 @@ import torch
 
 from paceline.arm_names import ArmName
 from paceline.models.adapters import hash_of_start
-from paceline.models.compiled import compiled_finish
+from paceline.models.compiled import compiled_between
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
@@ -87,7 +87,7 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         DTYPES[spec.dtype],
         positions,
         chosen_profile(spec.profile, config, partial(hash_of_start, Path(spec.model_dir))),
-        finish=compiled_finish() if spec.compile else None,
+        between=compiled_between(config, DTYPES[spec.dtype]) if spec.compile else None,
         start=Path(spec.model_dir),
     )
 

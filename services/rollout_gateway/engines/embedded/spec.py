@@ -37,8 +37,9 @@ class EmbeddedConfig(Config):
     rounds an activation that lies between two numbers; in bfloat16 not between batch shapes.
     """
     compile: bool = False
-    """Use torch.compile for each layer after its attention (models/compiled.py): 10-30 s at the
-    first steps, a C++ compiler, and on the CPU measured no gain.
+    """Compile what is between two attentions of the policy (models/compiled.py): a quarter of a
+    minute and a C++ compiler once for each shape of a model, kept in ~/.cache/paceline/graphs
+    (XDG_CACHE_HOME). Faster in small batches of small models; a policy in eight bits goes without.
     """
     memory_saver: bool = False
     """Free keys, values and the policy's weights while a worker's slot is lent out; the weights are

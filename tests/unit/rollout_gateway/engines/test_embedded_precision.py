@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ from random_models import save_random
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
-from paceline.models.compiled import compiled_finish
+from paceline.models import compiled as graphs
+from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
 from paceline.models.profiles import Profile
 from paceline.models.quantised import QuantisedMatrix, quantised
@@ -208,27 +208,85 @@ def test_other_quantisations_are_refused() -> None:
         EmbeddedSpec.model_validate({"model_dir": "m", "profile": "int4"})
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "paceline" / "graphs"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["", "int8"])
-def test_greedy_tokens_of_the_compiled_engine_are_the_plain_ones(
-    profile: str, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_tokens_of_the_compiled_engine_are_the_plain_ones_and_a_graph_serves_the_next_start(
+    family: str, tmp_path: Path, own_cache: Path
 ) -> None:
-    if profile:
-        request.getfixturevalue("torchao")
     assert not EmbeddedSpec.model_validate({"model_dir": "m"}).compile
-    save_random(tmp_path, "llama", sharpness=6.0)
-    batch = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(12)]
-    expected = generate(build(tmp_path, profile=profile), batch, "off")
+    save_random(tmp_path, family, sharpness=6.0)
+    batch = requests(12)
+    expected = generate(build(tmp_path), batch, "off")
     assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, (
         "choose other seeds: a near-tie may flip"
     )
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = build(tmp_path, profile=profile, compile=True)
-    for arm in ARMS:
-        assert said(generate(compiled, batch, arm)) == said(expected), arm
-    counted = torch._dynamo.utils.counters["stats"]
-    assert 1 <= counted["unique_graphs"] <= 2, "one row, several rows"
+    for _ in range(2):
+        engine = build(tmp_path, compile=True)
+        for arm in ARMS:
+            assert said(generate(engine, batch, arm)) == said(expected), arm
+        alone = said(generate(engine, batch[:1], "off"))
+        assert alone == {number: said(expected)[number] for number in alone}
+        [graph] = own_cache.glob("*.pt2")
+    made = graph.stat().st_mtime_ns
+    build(tmp_path, compile=True)
+    assert graph.stat().st_mtime_ns == made
+
+
+def test_a_policy_in_eight_bits_goes_without_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchao: None
+) -> None:
+    save_random(tmp_path, "llama")
+    monkeypatch.setattr(
+        "paceline.services.rollout_gateway.engines.embedded.build.compiled_between",
+        lambda *_: pytest.fail,
+    )
+    batch = requests(2)
+    expected = said(generate(build(tmp_path, profile="int8"), batch, "off"))
+    assert said(generate(build(tmp_path, profile="int8", compile=True), batch, "off")) == expected
+
+
+@pytest.mark.parametrize("failure", ["fails", "takes too long"])
+def test_a_compiler_that_does_not_compile_leaves_the_plain_engine_and_is_told(
+    failure: str,
+    tmp_path: Path,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_random(tmp_path, "llama")
+    if failure == "fails":
+        monkeypatch.setenv("CXX", "false")
+    else:
+        monkeypatch.setattr(graphs, "COMPILE_S", 0.05)
+    expected = said(generate(build(tmp_path), requests(2), "off"))
+    assert said(generate(build(tmp_path, compile=True), requests(2), "off")) == expected
+    assert "not compiled; the engine is as without" in "".join(capsys.readouterr())
+    assert not list(own_cache.glob("*.pt2"))
+
+
+def test_graphs_that_others_may_write_are_refused(tmp_path: Path, own_cache: Path) -> None:
+    save_random(tmp_path, "llama")
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write where compiled graphs are kept"):
+        build(tmp_path, compile=True)
+
+
+def test_another_shape_dtype_or_bias_is_another_graph(tmp_path: Path) -> None:
+    names = set()
+    for family, options in (("llama", {}), ("qwen2", {}), ("llama", {"hidden_size": 96})):
+        folder = tmp_path / f"{family}{len(names)}"
+        folder.mkdir()
+        save_random(folder, family, **options)
+        for dtype in (torch.float32, torch.bfloat16):
+            names.add(graphs.GraphSpec.of(read_config(folder), dtype, "cpu").name)
+    assert len(names) == 6
 
 
 @pytest.mark.parametrize("named", ["", "no-such-compiler"])
@@ -236,7 +294,6 @@ def test_compile_without_a_compiler_is_refused_at_the_start(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random(tmp_path, "llama")
-    compiled_finish.cache_clear()
     monkeypatch.setenv("CXX", named)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"C\+\+ compiler"):
