@@ -356,10 +356,11 @@ def forward_hidden(
     ascending, below the number of layers. Returns [N, (len(inner) + 1) H]; without inner states
     nothing is copied.
     """
-    config, between = weights.config, _compiled(weights)
+    config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     count = len(x)
-    if spare := max(spare_rows(x), 2 - count if between else 0):
+    between = _compiled(weights) if count > 1 else None
+    if spare := spare_rows(x):
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
     qkv: Tensor | None = None
