@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,3 +48,13 @@ def test_what_the_cache_looks_up_for_itself_is_not_counted() -> None:
     assert lookups.count == 0
     cache.match_prefix("abc")
     assert lookups.count == 1
+
+
+def test_a_cache_that_looks_up_nothing_for_itself_is_timed_all_the_same() -> None:
+    """As from SGLang 0.5.23 on."""
+    found: list[str] = []
+    cache = SimpleNamespace(match_prefix=found.append)
+    lookups = PrefixLookups()
+    lookups.watch(cache)
+    cache.match_prefix("abc")
+    assert (found, lookups.count) == (["abc"], 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+_KEEPS = "cache_unfinished_req"
+
 
 class PrefixLookups:
     """Of one scheduler's cache; a prompt that waits is looked up again before each round."""
@@ -19,7 +21,7 @@ class PrefixLookups:
 
     def watch(self, cache: Any) -> None:
         """From now on."""
-        match_prefix, keep = cache.match_prefix, cache.cache_unfinished_req
+        match_prefix = cache.match_prefix
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._keeping:
@@ -31,6 +33,11 @@ class PrefixLookups:
                 self.count += 1
                 self.seconds += time.perf_counter() - began
 
+        cache.match_prefix = timed
+        keep = getattr(cache, _KEEPS, None)  # None from 0.5.23 on, where it looks up nothing
+        if keep is None:
+            return
+
         def keeping(*args: Any, **kwargs: Any) -> Any:
             self._keeping = True  # the cache looks up what it has just put in, for itself
             try:
@@ -38,4 +45,4 @@ class PrefixLookups:
             finally:
                 self._keeping = False
 
-        cache.match_prefix, cache.cache_unfinished_req = timed, keeping
+        setattr(cache, _KEEPS, keeping)
