@@ -56,10 +56,9 @@ class GraphSpec:
     qkv_bias: bool
     output_bias: bool
     dtype: str
-    device: str
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, device: str) -> GraphSpec:
+    def of(cls, config: ModelConfig, dtype: torch.dtype) -> GraphSpec:
         """The graph of a model."""
         heads = config.num_heads + 2 * config.num_kv_heads
         return cls(
@@ -71,7 +70,6 @@ class GraphSpec:
             config.qkv_bias,
             config.output_bias,
             str(dtype).removeprefix("torch."),
-            device,
         )
 
     @property
@@ -123,9 +121,7 @@ def _parts(layer: LayerWeights, following: LayerWeights) -> list[Any]:
     ]
 
 
-def compiled_between(
-    config: ModelConfig, dtype: torch.dtype, device: str = "cpu"
-) -> Between | None:
+def compiled_between(config: ModelConfig, dtype: torch.dtype) -> Between | None:
     """The graph of a model, compiled where nobody has before; None where the compiler fails or
     takes longer than COMPILE_S, which is said.
 
@@ -139,7 +135,7 @@ def compiled_between(
             seen=f"no {compiler} on PATH",
             allowed="g++, or the one CXX names",
         )
-    spec = GraphSpec.of(config, dtype, device)
+    spec = GraphSpec.of(config, dtype)
     path = graphs_folder() / f"{spec.name}.pt2"
     if not path.exists():
         log.info("compiling", seconds_at_most=COMPILE_S, graph=str(path))
@@ -218,9 +214,9 @@ def _example(spec: GraphSpec) -> tuple[Tensor, Tensor, list[Tensor]]:
         *([(spec.projected,)] if spec.qkv_bias else []),
         *([(spec.hidden,)] if spec.output_bias else []),
     ]
-    parts = [torch.ones(size, dtype=dtype, device=spec.device) for size in sizes]
-    x = torch.ones(ROWS, spec.hidden, dtype=dtype, device=spec.device)
-    return x, torch.ones(ROWS, spec.attended, dtype=dtype, device=spec.device), parts
+    parts = [torch.ones(size, dtype=dtype) for size in sizes]
+    x = torch.ones(ROWS, spec.hidden, dtype=dtype)
+    return x, torch.ones(ROWS, spec.attended, dtype=dtype), parts
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -238,19 +238,6 @@ def test_tokens_of_the_compiled_engine_are_the_plain_ones_and_a_graph_serves_the
     assert graph.stat().st_mtime_ns == made
 
 
-def test_a_policy_in_eight_bits_goes_without_the_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchao: None
-) -> None:
-    save_random(tmp_path, "llama")
-    monkeypatch.setattr(
-        "paceline.services.rollout_gateway.engines.embedded.build.compiled_between",
-        lambda *_: pytest.fail,
-    )
-    batch = requests(2)
-    expected = said(generate(build(tmp_path, profile="int8"), batch, "off"))
-    assert said(generate(build(tmp_path, profile="int8", compile=True), batch, "off")) == expected
-
-
 @pytest.mark.parametrize("failure", ["fails", "takes too long"])
 def test_a_compiler_that_does_not_compile_leaves_the_plain_engine_and_is_told(
     failure: str,
@@ -285,7 +272,7 @@ def test_another_shape_dtype_or_bias_is_another_graph(tmp_path: Path) -> None:
         folder.mkdir()
         save_random(folder, family, **options)
         for dtype in (torch.float32, torch.bfloat16):
-            names.add(graphs.GraphSpec.of(read_config(folder), dtype, "cpu").name)
+            names.add(graphs.GraphSpec.of(read_config(folder), dtype).name)
     assert len(names) == 6
 
 
