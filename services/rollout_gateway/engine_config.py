@@ -41,7 +41,7 @@ class EngineConfig(ModelSettings):
     options: dict[str, Any] = Field(default={})
     """Settings of an engine of your own."""
     pin_cores: bool = False
-    """Worker i runs on core i only."""
+    """A worker runs on cores of its own, one for each thread, as far as there are enough."""
     ready_deadline_s: float = Field(default=180, gt=0)
     """Seconds until a worker has loaded its model."""
     command_deadline_s: float = Field(default=60, gt=0)

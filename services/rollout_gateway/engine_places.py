@@ -42,6 +42,14 @@ def shares_of(workers: int, replicas: int) -> list[range]:
     return [range(*pair) for pair in pairwise(ends)]
 
 
+def own_cores(place: int, places: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """Of a host's cores those of one of its workers: one for each thread, or, where `threads` is 0,
+    as many as each of `places` workers can have. With too few cores workers share them.
+    """
+    each = min(threads or max(1, len(cores) // places), len(cores))
+    return tuple(cores[(place * each + index) % len(cores)] for index in range(each))
+
+
 def by_host(share: range, hosts: Sequence[int]) -> tuple[int, ...]:
     """How many of these workers are on each host, where workers are numbered on over the hosts."""
     ends = list(accumulate(hosts, initial=0))

@@ -92,7 +92,7 @@ class Gateway:
         self.first_worker = place.first_worker if place else 0
         self.worker_hosts = other_hosts(config, self.spool, place)
         """Those that join it; None: all workers are here."""
-        self.router = self._make_router(forker)
+        self.router = self._make_router(forker, place)
         self.weights = WorkerWeights(self.router, self.spool, config.canary)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable, self.shard)
@@ -133,12 +133,13 @@ class Gateway:
         """
         return workers * (self.config.engine.max_batch + 1)
 
-    def _make_router(self, forker: Forker | None) -> Router:
+    def _make_router(self, forker: Forker | None, place: ReplicaPlace | None) -> Router:
         config = self.config
+        places_here = place.places_here if place else config.places_here
         return Router(
             config.worker_places,
             config.engine,
-            local_workers(config, forker),
+            local_workers(config, places_here, forker),
             row_shape(config),
             lambda taken: self.publisher.take(taken),
             lambda request_id: self.publisher.discard(request_id),

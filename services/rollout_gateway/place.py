@@ -25,6 +25,7 @@ class ReplicaPlace:
     shard: Shard
     first_worker: int
     workers: int
+    places_here: int  # of workers of all replicas, on the gateway's own host
     sockets: str  # directory of its sockets, private to this user
     state: str  # directory of what it remembers over its restarts
     hosts: tuple[int, ...] = ()  # of its workers on each host, the gateway's own first
@@ -71,6 +72,7 @@ def places(config: GatewayConfig, spool: Path, sockets: Path) -> list[ReplicaPla
             Shard(index, count),
             share.start,
             len(share),
+            config.places_here,
             str(sockets),
             str(spool / f"replica-{index}"),
             by_host(share, hosts),

@@ -44,10 +44,10 @@ def row_shape(config: GatewayConfig) -> RowShape | None:
     return RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
 
 
-def local_workers(config: GatewayConfig, forker: Forker | None = None) -> LocalWorkers:
-    """What makes the workers of this host. `forker`: see LocalWorkers."""
+def local_workers(config: GatewayConfig, places: int, forker: Forker | None = None) -> LocalWorkers:
+    """What makes the workers of a host that has so many places. `forker`: see LocalWorkers."""
     settings, rows = engine_settings(config), row_shape(config)
-    return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, forker)
+    return LocalWorkers(config.engine, settings, rows, config.run.heartbeat_s, places, forker)
 
 
 def other_hosts(
@@ -82,7 +82,7 @@ class HeldWorkers:
 def held_workers(config: GatewayConfig, host: int) -> HeldWorkers:
     """Those of one of these hosts, to be held there. Raises ConfigError."""
     spool, hosts = _require_spool(config), config.engine.hosts
-    local, copies = local_workers(config), _copies(config, spool, host)
+    local, copies = local_workers(config, hosts[host]), _copies(config, spool, host)
     same, first = same_on_hosts(config, OF_A_HOST), sum(hosts[:host])
     shares = shares_of(config.worker_places, config.replicas)
     held = {

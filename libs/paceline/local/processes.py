@@ -159,8 +159,13 @@ def _signal_name(number: int) -> str:
     return f"signal {number}"
 
 
+def core_numbers() -> list[int]:
+    """Of the cores that this process may use, ascending."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def usable_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(core_numbers())

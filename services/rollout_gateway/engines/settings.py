@@ -30,8 +30,11 @@ class ModelSettings(BatchSettings):
 
     dtype: Precision = "float32"
     """Element type of weights and computation."""
-    threads: int = Field(default=1, ge=1)
-    """Compute threads of a worker."""
+    threads: int = Field(default=1, ge=0)
+    """Compute threads of a worker. 0: as many as its rounds are fastest with, measured at its start
+    on its share of the host's cores, which no other worker uses then (embedded; others use all of
+    the share).
+    """
     prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens of one prefill."""
 

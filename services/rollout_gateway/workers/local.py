@@ -17,9 +17,10 @@ from paceline.local.extras import require_extra
 from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
 from paceline.local.process_directory import process_directory
-from paceline.local.processes import describe_exit
+from paceline.local.processes import core_numbers, describe_exit
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engine_config import EngineConfig
+from paceline.services.rollout_gateway.engine_places import own_cores
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.nouns import RowLayout
 from paceline.services.rollout_gateway.engines.worker.ring import RowRing
@@ -96,7 +97,7 @@ class LocalWorker:
         libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         environment = {
             **self._heartbeat.environment,
-            **dict.fromkeys(libraries, str(self._spec.threads)),
+            **dict.fromkeys(libraries, str(self._spec.threads or len(self._spec.cores))),
             SPEC_VARIABLE: str(spec_path),
             SOCKET_VARIABLE: address,
         }
@@ -161,12 +162,15 @@ class LocalWorkers:
         settings: dict[str, Any],
         rows: RowShape | None,
         heartbeat_s: float,
+        places: int,
         forker: Forker | None = None,
     ) -> None:
         """`settings`: of the engine's own class; `rows`: None where no hidden states are wanted;
-        `forker`: of the engine's modules, begun already; it ends with `close`.
+        `places`: workers that there may be on this host; `forker`: of the engine's modules, begun
+        already; it ends with `close`.
         """
         self._config = config
+        self._places = places
         self._settings = settings
         self._rows = rows
         self._heartbeat_s = heartbeat_s
@@ -185,12 +189,14 @@ class LocalWorkers:
             self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=process_directory()))
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
+        config = self._config
+        pinned = config.pin_cores or config.threads == 0
         spec = WorkerSpec(
             worker_index=index,
             place=place,
-            kind=self._config.kind,
-            threads=self._config.threads,
-            cores=(place,) if self._config.pin_cores else (),
+            kind=config.kind,
+            threads=config.threads,
+            cores=own_cores(place, self._places, config.threads, core_numbers()) if pinned else (),
             ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )

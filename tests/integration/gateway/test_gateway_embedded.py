@@ -7,12 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis.asyncio
+from integration.gateway.commands import workers
 from safetensors.torch import save
 
 from paceline.errors import WeightsError
 from paceline.local.patience import patient
+from paceline.local.processes import usable_cores
 from paceline.models.config import read_config
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engine_settings import engine_settings
@@ -173,3 +176,18 @@ async def test_a_bias_by_token_id_and_penalties_reach_the_draw(serve_gateway: An
 def test_the_gateways_settings_are_the_engines(drafter: str) -> None:
     config = GatewayConfig(model=str(POLICY), drafter=drafter)
     assert EmbeddedSpec.model_validate(engine_settings(config)).drafter == drafter
+
+
+async def test_workers_that_measure_their_threads_have_cores_of_their_own(
+    serve_gateway: Any,
+) -> None:
+    engine = {"kind": "embedded", "workers": 2, "threads": 0, "max_sequence_tokens": 128}
+    async with serve_gateway(model=str(POLICY), engine=engine) as served:
+        first, second = [psutil.Process(one.pid) for one in await workers(served)]
+        own = [set(one.cpu_affinity()) for one in (first, second)]
+        each = max(1, usable_cores() // 2)
+        assert [len(cores) for cores in own] == [each, each]
+        assert usable_cores() < 2 or not own[0] & own[1]
+        request = served.tasks_request(purpose=tpb.PURPOSE_EVAL)
+        news = [one async for one in served.stub.RunTasks(request, timeout=patient(60))]
+        assert sum(one.HasField("sample") for one in news) > 0

@@ -1,11 +1,11 @@
-"""Which workers are a replica's, and on which hosts they are."""
+"""Which workers are a replica's, on which hosts they are, and which cores they have there."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.engine_places import by_host, shares_of
+from paceline.services.rollout_gateway.engine_places import by_host, own_cores, shares_of
 
 
 @given(hosts=st.lists(st.integers(1, 9), min_size=1, max_size=6), replicas=st.integers(1, 8))
@@ -21,3 +21,22 @@ def test_every_worker_is_of_one_replica_and_on_its_host(hosts: list[int], replic
         assert [host_of[worker] for worker in share] == [
             host for host, count in enumerate(counts) for _ in range(count)
         ]
+
+
+@given(
+    cores=st.lists(st.integers(0, 63), min_size=1, max_size=16, unique=True).map(sorted),
+    places=st.integers(1, 8),
+    threads=st.integers(0, 4),
+)
+def test_workers_have_cores_of_their_own_as_far_as_there_are_enough(
+    cores: list[int], places: int, threads: int
+) -> None:
+    found = [own_cores(place, places, threads, cores) for place in range(places)]
+    wanted = threads or max(1, len(cores) // places)
+    assert {len(one) for one in found} == {min(wanted, len(cores))}
+    used = [core for one in found for core in one]
+    assert set(used) <= set(cores)
+    if places * wanted <= len(cores):
+        assert len(set(used)) == places * wanted
+    else:
+        assert set(used) == set(cores)

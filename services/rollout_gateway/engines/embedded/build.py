@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from paceline.arm_names import ArmName
+from paceline.local.processes import usable_cores
 from paceline.models.adapters import hash_of_start
 from paceline.models.compiled import compiled_between
 from paceline.models.config import ModelConfig, read_config
@@ -34,6 +35,7 @@ from paceline.services.rollout_gateway.engines.embedded.rows import row_layout
 from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
+from paceline.services.rollout_gateway.engines.embedded.threads import choose_threads
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.requests.admission import Admission
 from paceline.services.rollout_gateway.engines.requests.device_peak import square_product_tflops
@@ -46,7 +48,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     Raises InvalidInput, WeightsError, DataLoss or ConfigError for a checkpoint, drafter or arm that
     cannot work.
     """
-    torch.set_num_threads(spec.threads)
+    torch.set_num_threads(spec.threads or usable_cores())
     model_dir = Path(spec.model_dir)
     config = read_config(model_dir)
     admission = Admission.of_model(config, model_dir, spec.max_sequence_tokens)
@@ -61,7 +63,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
         store = _store(spec, speculation, policy, capacity, inner, captured=sink is not None)
     weights = EngineWeights(policy, speculation, model, model_dir, memory_saver=spec.memory_saver)
 
-    def engine(rows: RowSink | None) -> EmbeddedEngine:
+    def engine(rows: RowSink | None, tflops: float = 0.0) -> EmbeddedEngine:
         return EmbeddedEngine(
             weights,
             speculation,
@@ -71,13 +73,17 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             Capture(rows, store, spec.features_dtype, rejected=spec.rejected_rows),
             admission,
             Grammars(config, model_dir),
-            square_product_tflops(policy.head.device, policy.head.dtype),
+            tflops,
         )
+
+    if spec.threads == 0:
+        cores = usable_cores() if policy.head.device.type == "cpu" else 1
+        choose_threads(engine(None), cores, spec.max_batch)
 
     if spec.bandit.kind == COST_MODEL and len(speculation.arms) > 1:
         speculation.measuring = True
         speculation.prime(profile(engine(None), speculation.served, spec.max_batch))
-    return engine(sink)
+    return engine(sink, square_product_tflops(policy.head.device, policy.head.dtype))
 
 
 def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> ServedModel:

@@ -22,7 +22,7 @@ from paceline.services.rollout_gateway.engines.embedded.scheduler import Schedul
 from paceline.services.rollout_gateway.engines.embedded.speculative import Speculation
 from paceline.services.rollout_gateway.engines.embedded.stopwatch import (
     Stopwatch,
-    compute_stopwatch,
+    compute_clock,
 )
 from paceline.services.rollout_gateway.engines.embedded.weights import EngineWeights
 from paceline.services.rollout_gateway.engines.nouns import (
@@ -74,7 +74,7 @@ class EmbeddedEngine:
         self._capture = capture
         self._prefill = Prefill(scheduler, prefixes, store, weights)
         self._grammars = grammars
-        self._stopwatch, self._busy = compute_stopwatch(), Stopwatch()
+        self._stopwatch, self._busy = Stopwatch(compute_clock()), Stopwatch()
         self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
         self._admission = admission
         self._device_tflops = device_tflops

@@ -6,11 +6,11 @@ Owns the made-up requests, not the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.services.rollout_gateway.bandits.base import CostSample
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.stopwatch import compute_stopwatch
+from paceline.services.rollout_gateway.engines.embedded.stopwatch import compute_clock
 from paceline.services.rollout_gateway.engines.nouns import Request
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 
@@ -45,7 +45,20 @@ def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[Cos
 
 
 def _rounds(engine: Engine, size: int) -> list[float]:
-    stopwatch = compute_stopwatch()
+    clock = compute_clock()
+    return decoding_rounds(engine, size, WARM_UPS + ROUNDS, clock)[WARM_UPS:]
+
+
+def decoding_rounds(
+    engine: Engine,
+    size: int,
+    rounds: int,
+    clock: Callable[[], float],
+    before: Callable[[int], None] = lambda number: None,
+) -> list[float]:
+    """Seconds of so many rounds in which `size` requests decode, fewer where these end earlier;
+    leaves no request behind. `before` is told the number of the round that may come.
+    """
     room = engine.info.max_sequence_tokens
     length = min(PROMPT_TOKENS, room - 1)
     for number in range(size):
@@ -57,16 +70,17 @@ def _rounds(engine: Engine, size: int) -> list[float]:
         )
 
     timed: list[float] = []
-    before = 0
-    while engine.has_work and len(timed) < WARM_UPS + ROUNDS:
-        stopwatch.start()
+    emitted = 0
+    while engine.has_work and len(timed) < rounds:
+        before(len(timed))
+        began = clock()
         engine.step()
-        stopwatch.lap("step")
+        seconds = clock() - began
         load = engine.load
         # Only rounds in which every request decodes and none has ended are rounds of this size.
-        if load.running == size and load.tokens_emitted - before >= size:
-            timed.append(stopwatch.seconds)
-        before = load.tokens_emitted
+        if load.running == size and load.tokens_emitted - emitted >= size:
+            timed.append(seconds)
+        emitted = load.tokens_emitted
 
     engine.abort(None)
-    return timed[WARM_UPS:]
+    return timed

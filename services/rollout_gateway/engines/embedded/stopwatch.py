@@ -36,8 +36,8 @@ class Stopwatch:
         return sum(self.laps.values())
 
 
-def compute_stopwatch() -> Stopwatch:
+def compute_clock() -> Callable[[], float]:
     """For what torch computes, with the threads that it has now."""
     # One thread's CPU time is what a round costs even while other processes take the core away;
     # with more threads only the wall clock sees how well they ran together.
-    return Stopwatch(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

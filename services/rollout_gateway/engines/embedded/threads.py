@@ -1,0 +1,81 @@
+"""Chooses how many threads an engine computes with, by rounds that it makes before any request
+comes.
+
+Which number is fastest depends on the model and on the cores: rounds of a small model are short
+pieces of work, which several threads wait for more than they share.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from statistics import geometric_mean, median
+
+import torch
+
+from paceline.arm_names import OFF
+from paceline.services.rollout_gateway.engines.base import Engine
+from paceline.services.rollout_gateway.engines.embedded.profile import decoding_rounds
+from paceline.telemetry import get_logger
+
+SIZES = (4, 16, 64)
+"""Requests of the rounds that are compared."""
+ROUNDS = 5
+"""Of each size and number of threads; the first is not counted."""
+MEASURE_S = 5.0
+"""No further size is begun after this long, so that a large model starts as well."""
+WORTH = 1.1
+"""By so much twice as many have to be faster: trainers have work for a core, too."""
+
+log = get_logger(__name__)
+
+
+def choose_threads(engine: Engine, most: int, max_batch: int) -> int:
+    """The number of threads that rounds without drafts are fastest with, at most `most`, which
+    torch computes with from now on.
+
+    Numbers are 1, 2, 4 and so on, and `most`; they take turns from round to round, so that a
+    machine that gets slower is slower for all. Leaves no request behind.
+    """
+    counts = sorted({1 << power for power in range(most.bit_length())} | {most})
+    sizes = sorted({min(size, max_batch) for size in SIZES})
+    engine.force_arm(OFF)
+    began, taken = time.perf_counter(), []
+    for size in sizes:
+        if time.perf_counter() - began < MEASURE_S:
+            taken.append(_round_s(engine, size, counts))
+    engine.force_arm("")
+    chosen = fastest(counts, taken)
+    torch.set_num_threads(counts[chosen])
+    told = {
+        f"threads_{count}_ms": [round(1e3 * of_size[number], 2) for of_size in taken if of_size]
+        for number, count in enumerate(counts)
+    }
+    log.info("threads measured", chosen=counts[chosen], rows=sizes[: len(taken)], **told)
+    return counts[chosen]
+
+
+def fastest(counts: Sequence[int], taken: Sequence[Sequence[float]]) -> int:
+    """Which of the numbers of threads, ascending, is taken; `taken`: of each size, a round's
+    seconds with each number, or nothing where sequences were too short for that.
+    """
+    best, measured = 0, [of_size for of_size in taken if of_size]
+    for number in range(1, len(counts)) if measured else ():
+        faster = geometric_mean(of_size[best] / of_size[number] for of_size in measured)
+        if faster >= WORTH ** math.log2(counts[number] / counts[best]):
+            best = number
+    return best
+
+
+def _round_s(engine: Engine, size: int, counts: Sequence[int]) -> list[float]:
+    """Seconds of a round with each number of threads; nothing where there were not enough."""
+
+    def take_turn(number: int) -> None:
+        torch.set_num_threads(counts[number % len(counts)])
+
+    timed = decoding_rounds(engine, size, ROUNDS * len(counts), time.perf_counter, take_turn)
+    counted = timed[len(counts) :]
+    if len(counted) < len(counts):
+        return []
+    return [median(counted[number :: len(counts)]) for number in range(len(counts))]
