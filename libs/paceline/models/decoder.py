@@ -34,7 +34,7 @@ class LayerWeights:
     input_norm: Tensor | None
     """[H]; None: the layer reads its input as it is."""
     qkv: Matrix
-    """[(Nq + 2 Nkv) D, H], or as wide as the `inputs` of layer_forward; query and key heads
+    """[(Nq + 2 Nkv) D, H], or as wide as what a drafter projects; query and key heads
     interleaved
     """
     qkv_bias: Tensor | None
@@ -55,7 +55,7 @@ class LayerWeights:
 
 Between: TypeAlias = Callable[[LayerWeights, LayerWeights, Tensor, Tensor], tuple[Tensor, Tensor]]
 """finish_layer of a layer and project_inputs of the following one, of x [N, H] and attended [N, Nq
-D], N >= 2: the following one's x, and its queries, keys and values.
+D]: the following one's x, and its queries, keys and values.
 """
 
 
@@ -214,27 +214,20 @@ def layer_forward(
     cache: StaticCache,
     index: int,
     block: Block,
-    inputs: Tensor | None = None,
 ) -> Tensor:
     """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N,
     H].
 
     Rows of x behind those of the block are computed as well and mean nothing: see spare_rows.
-
-    inputs [N, K]: what queries, keys and values are projected from, None: x under the layer's
-    input_norm.
     """
     eps = config.rms_norm_eps
-    qkv = project_inputs(layer, x, eps) if inputs is None else _projected(layer, inputs)
+    qkv = project_inputs(layer, x, eps)
     return finish_layer(layer, x, _attended(config, layer, qkv, cache, index, block), eps)
 
 
 def project_inputs(layer: LayerWeights, x: Tensor, eps: float) -> Tensor:
     """Queries, keys and values [N, (Nq + 2 Nkv) D] of a layer's x [N, H]."""
-    return _projected(layer, x if layer.input_norm is None else _rms_norm(x, layer.input_norm, eps))
-
-
-def _projected(layer: LayerWeights, inputs: Tensor) -> Tensor:
+    inputs = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, eps)
     return project(inputs, layer.qkv, layer.qkv_bias)
 
 
@@ -248,11 +241,28 @@ def _attended(
 ) -> Tensor:
     """Attention of a layer [N, Nq D], zeros for rows behind those of the block. qkv is changed."""
     count = len(block.rotation)
-    queries = _rotated(config, layer, qkv[:count], block.rotation)
-    cache.write(index, block.cells, qkv[:count, config.num_heads * config.head_dim :])
-    attended = _attend(config, queries, cache, index, block)
+    queries = store(config, layer, qkv[:count], cache, index, block.rotation, block.cells)
+    attended = attend(config, queries, cache, index, block)
     spare = len(qkv) - count
     return functional.pad(attended, (0, 0, 0, spare)) if spare else attended
+
+
+def store(
+    config: ModelConfig,
+    layer: LayerWeights,
+    qkv: Tensor,
+    cache: StaticCache,
+    index: int,
+    rotation: Tensor,
+    cells: Tensor,
+) -> Tensor:
+    """Puts keys and values into the cache and returns the queries [N, Nq, D], a view.
+
+    qkv [N, (Nq + 2 Nkv) D] is rotated in place; rotation, cells: see Block.
+    """
+    queries = _rotated(config, layer, qkv, rotation)
+    cache.write(index, cells, qkv[:, config.num_heads * config.head_dim :])
+    return queries
 
 
 def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
@@ -309,10 +319,10 @@ def rotate_heads(heads: Tensor, norm: Tensor | None, rotation: Tensor, eps: floa
     heads.copy_(torch.view_as_real(pairs * rotation).flatten(-2))
 
 
-def _attend(
+def attend(
     config: ModelConfig, queries: Tensor, cache: StaticCache, index: int, block: Block
 ) -> Tensor:
-    """Attention over the cache, the block's own rows included. Returns [N, Nq D]."""
+    """Attention of queries [N, Nq, D] over the cache, the block's own rows included: [N, Nq D]."""
     batch = block.batch
     tokens = block.tokens
     kv = config.num_kv_heads
@@ -359,7 +369,7 @@ def forward_hidden(
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     count = len(x)
-    between = _compiled(weights) if count > 1 else None
+    between = _compiled(weights)
     if spare := spare_rows(x):
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []

@@ -5,7 +5,7 @@ chain.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -96,24 +96,39 @@ class NetDrafter(ABC, Generic[Net]):
 
         advance: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
         """
-        tokens: list[Tensor] = []
-        scores: list[Tensor] = []
-        for step in range(shape.steps):
-            if step:
-                logits = advance(step, tokens[-1])
-            if batch.sampler is None:
-                share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
-                token = self._token_ids(draft_ids)
-            else:
-                logits = self._over_tokens(logits)
-                token = batch.sampler(logits, step)
-                share = torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
-            tokens.append(token)
-            scores.append(share if not step else scores[-1] * share)
-            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
-                break
 
-        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+        def drafts() -> Iterator[tuple[Tensor, Tensor]]:
+            token, share = self._chosen(batch, logits, 0)
+            yield token, share
+            for step in range(1, shape.steps):
+                token, share = self._chosen(batch, advance(step, token), step)
+                yield token, share
+
+        return chained(drafts(), shape)
+
+    def _chosen(self, batch: DraftBatch, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Token ids [B] and their shares of probability [B] from logits [B, draft ids]."""
+        if batch.sampler is None:
+            share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
+            return self._token_ids(draft_ids), share
+        logits = self._over_tokens(logits)
+        token = batch.sampler(logits, step)
+        return token, torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
+
+
+def chained(drafts: Iterable[tuple[Tensor, Tensor]], shape: DraftShape) -> Drafts:
+    """A chain of token ids [B] and their shares of probability [B]; it ends with the first draft
+    that no sequence has with `shape.floor` or more.
+    """
+    tokens: list[Tensor] = []
+    scores: list[Tensor] = []
+    for token, share in drafts:
+        tokens.append(token)
+        scores.append(scores[-1] * share if scores else share)
+        if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+            break
+
+    return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
 
 
 def logprobs(logits: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ async def test_a_host_without_the_spool_says_so_instead_of_starting_a_worker(
     (tmp_path / "script.json").write_text(json.dumps(script))
     config = GatewayConfig.model_validate(hosts.settings())
     same = same_on_hosts(config, OF_A_HOST)
-    local = local_workers(config)
+    local = local_workers(config, 1)
     held = WorkerHost(local, 1, 1, tmp_path / "elsewhere", same)
     address = config.addresses.gateway
     holding = asyncio.create_task(held.hold(address, SecurityConfig(), patient(60)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.models.decoder import Block, LayerWeights, layer_forward
+from paceline.models.decoder import LayerWeights, project
 from paceline.models.loading import fuse_layer
 from paceline.models.products import linear
 from paceline.speculators.eagle3.net import Eagle3Net, over_tokens
@@ -47,7 +47,7 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
             for name in ("fc", "midlayer.hidden_norm", "norm", "lm_head")
         )
         self._state = Eagle3State(
-            layer=fuse_layer(self._config, tensors, "midlayer.", self._dtype, self._device),
+            layer=fuse_layer(net.config, tensors, "midlayer.", self._dtype, self._device),
             fc=fc,
             hidden_norm=hidden_norm,
             norm=norm,
@@ -59,7 +59,11 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
     def _true_features(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._state.fc)
 
-    def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
+    @property
+    def _layer(self) -> LayerWeights:
+        return self._state.layer
+
+    def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         state = self._state
         assert state.layer.input_norm is not None
         embedded = self._normed(
@@ -68,9 +72,7 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
         normed = self._normed(features, state.hidden_norm)
         residual = normed if state.norm_before_residual else features
         inputs = torch.cat((embedded, normed), dim=-1)
-        return layer_forward(
-            self._config, state.layer, residual, self._cache, 0, block, inputs=inputs
-        )
+        return residual, project(inputs, state.layer.qkv, state.layer.qkv_bias)
 
     def _logits(self, features: Tensor) -> Tensor:
         return linear(self._normed(features, self._state.norm), self._state.head)

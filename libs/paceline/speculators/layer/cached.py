@@ -75,7 +75,7 @@ class CachedDrafter(NetDrafter[Net]):
     @abstractmethod
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
-    ) -> Tensor:
+    ) -> object:
         """Fills the cache at rows n - 1 - rows .. n - 2 of every slot from true states."""
 
     # ---- weights

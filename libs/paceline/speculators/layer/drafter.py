@@ -8,22 +8,41 @@ with rows from true hidden states.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from paceline.models.cache import cache_rows
-from paceline.models.decoder import Block, Layout, make_block, tree_visible
+from paceline.models.decoder import (
+    Block,
+    LayerWeights,
+    Layout,
+    attend,
+    finish_layer,
+    make_block,
+    store,
+    tree_visible,
+)
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape
 from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.layer.cached import CachedDrafter, Net
-from paceline.speculators.net_drafter import logprobs
+from paceline.speculators.net_drafter import chained, logprobs
+
+NextDraft: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""From what the layer adds to [N, H] and what its attention gave [N, Nq D]: the most likely token's
+share of probability [N] and id int64 [N], and of that what the layer adds to [N, H] and its
+queries, keys and values [N, .].
+"""
 
 
 class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
+
+    _next: NextDraft | None = None
+    """From one draft to the next as a compiled graph, for the version that serves."""
 
     # ---- what each drafter says of itself
 
@@ -32,10 +51,15 @@ class LayerDrafter(CachedDrafter[Net]):
         """Features [N, H] of the target's states [N, W] that it reads."""
 
     @abstractmethod
-    def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
-        """One forward of the layer: the next features [N, H] from token ids int64 [N] and features
-        [N, H].
+    def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """From token ids int64 [N] and features [N, H]: what the layer adds to [N, H], and its
+        queries, keys and values [N, .].
         """
+
+    @property
+    @abstractmethod
+    def _layer(self) -> LayerWeights:
+        """Of the version that serves."""
 
     @abstractmethod
     def _logits(self, features: Tensor) -> Tensor:
@@ -47,17 +71,47 @@ class LayerDrafter(CachedDrafter[Net]):
         """The most likely chain or tree; see Speculator.propose."""
         self.catch_up(batch)
         lacking = self._lacking(batch.slots, batch.lengths)
-        features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
+        entered = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
+        blocks = self._chain_blocks(batch, 1 if shape.topk > 1 else shape.steps)
+        if self._next is not None and shape.topk == 1 and batch.sampler is None:
+            return chained(self._compiled_chain(self._next, *entered, blocks), shape)
+        features = self._leave(*entered, blocks[0])
         if shape.topk > 1:
             return self._tree(batch, features, shape)
-        blocks = self._chain_blocks(batch, shape.steps - 1)
 
         def advance(step: int, tokens: Tensor) -> Tensor:
             nonlocal features
-            features = self._advance(tokens, features, blocks[step - 1])
+            features = self._advance(tokens, features, blocks[step])
             return self._logits(features)
 
         return self._chain(batch, shape, self._logits(features), advance)
+
+    def _compiled_chain(
+        self, graph: NextDraft, x: Tensor, queries: Tensor, blocks: Sequence[Block]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Drafts and their shares, of what the layer adds to [B, H] and its queries [B, Nq, D]."""
+        qkv: Tensor | None = None
+        for block in blocks:
+            if qkv is not None:
+                queries = self._store(qkv, block.rotation, block.cells)
+            share, token, x, qkv = graph(x, attend(self._config, queries, self._cache, 0, block))
+            yield token, share
+
+    def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
+        """One forward of the layer: the next features [N, H] from token ids int64 [N] and features
+        [N, H].
+        """
+        x, qkv = self._enter(tokens, features)
+        return self._leave(x, self._store(qkv, block.rotation, block.cells), block)
+
+    def _store(self, qkv: Tensor, rotation: Tensor, cells: Tensor) -> Tensor:
+        """Queries [N, Nq, D]; keys and values are in the cache then."""
+        return store(self._config, self._layer, qkv, self._cache, 0, rotation, cells)
+
+    def _leave(self, x: Tensor, queries: Tensor, block: Block) -> Tensor:
+        """Features [N, H] of what the layer adds to and its queries [N, Nq, D]."""
+        attended = attend(self._config, queries, self._cache, 0, block)
+        return finish_layer(self._layer, x, attended, self._config.rms_norm_eps)
 
     def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
         """EAGLE-2's tree. A beam's rows stand in the cache behind those of the beams before it."""
@@ -106,32 +160,27 @@ class LayerDrafter(CachedDrafter[Net]):
 
     def _feed(
         self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
-    ) -> Tensor:
-        """See CachedDrafter; returns features of row n - 2, [B, H]."""
+    ) -> tuple[Tensor, Tensor]:
+        """See CachedDrafter; returns of row n - 2 what the layer adds to [B, H] and its queries [B,
+        Nq, D]. What it makes of earlier rows nobody reads.
+        """
         known = self._known_rows(batch, slots, lengths, rows)
         tokens = batch.token_ids[known.index, known.positions + 1]
-        features = self._true_features(known.states)
-        block = make_block(
-            self._config,
-            self._rotation,
-            self._cache,
-            cache_rows(slots),
-            known.positions,
-            max(1, max(lengths) - 1),
-        )
-        out = self._advance(tokens.reshape(-1), features, block)
-        return out.view(len(slots), rows, -1)[:, -1]
+        x, qkv = self._enter(tokens.reshape(-1), self._true_features(known.states))
+        rotation = self._rotation.index_select(0, known.positions.reshape(-1))[:, None]
+        cells = self._cache.cells(known.index[:, 0], known.positions).reshape(-1)
+        queries = self._store(qkv, rotation, cells)
+        return x[rows - 1 :: rows], queries[rows - 1 :: rows]
 
     def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
-        """Blocks of one token each at positions n - 1, n, ...: planned together, since small
+        """Blocks of one token each at positions n - 2, n - 1, ...: planned together, since small
         operations dominate.
         """
-        if steps < 1:
-            return []
-        device, length = self._device, max(batch.lengths) - 1 + steps
+        device, length = self._device, max(1, max(batch.lengths) - 2 + steps)
         positions = torch.tensor(batch.lengths, device=device)[:, None] + torch.arange(
-            -1, steps - 1, device=device
+            -2, steps - 2, device=device
         )
+        positions.clamp_(min=0)
         whole = make_block(
             self._config,
             self._rotation,

@@ -10,7 +10,7 @@ import torch
 from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
 from paceline.models.adapters import hash_of_start
-from paceline.models.compiled import compiled_between
+from paceline.models.between import compiled_between
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
@@ -113,6 +113,7 @@ def _drafters(
         policy.head.dtype,
         spec.seed,
         layers=CaptureSpec(inner).layers,
+        compile=spec.compile,
         answer_versions=spec.answer_versions,
     )
     used: dict[str, int] = {}
