@@ -19,6 +19,10 @@ _ANSWER_S, _AWAY_S = 30.0, 45.0
 _STOP_S = 10.0
 _MOVE_S = 5.0
 """Between two tries to place what has lost its node: Ray tells nobody of a node that joins."""
+_NODE_DIED = "its node has died"
+"""In what Ray says of an actor that died: nothing else tells it from one whose process ended. Where
+it were said in other words, the node would be lost when a new keeper does not answer.
+"""
 Placed = Callable[[ServiceOrder], Any]
 """Makes the keeper of an order on the node where it belongs; an actor handle."""
 
@@ -92,6 +96,8 @@ class KeptService:
                 await self._live()
                 return
             except _died() as error:
+                if _NODE_DIED in str(error) and not self.order.modules:
+                    raise self._lost(error) from error
                 self._gone(error)
                 if self.order.modules:
                     raise Unavailable(

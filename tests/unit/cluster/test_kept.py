@@ -43,6 +43,32 @@ async def test_a_keeper_that_does_not_answer_has_the_run_taken_up_again(
     assert lost.value.reason == START_AGAIN
 
 
+async def test_a_node_that_ray_calls_dead_is_lost_at_once(tmp_path: Path) -> None:
+    """Another keeper, which would have no node, is not waited for."""
+    placed: list[ServiceOrder] = []
+
+    from ray.exceptions import RayActorError
+
+    async def dead(*_: object) -> str:
+        raise RayActorError(error_msg="The actor died because its node has died. Node Id: 32ab")
+
+    def keeper(order: ServiceOrder) -> Any:
+        placed.append(order)
+        made = silent_keeper(order)
+        made.look = SimpleNamespace(remote=dead)
+        return made
+
+    around = asyncio.get_running_loop().create_future()
+    around.set_result({})
+    order = ServiceOrder("gateway", str(tmp_path), str(tmp_path), host="10.0.0.2")
+    lost: set[str] = set()
+    service = KeptService(Launch("gateway", ()), order, [], keeper, around, print, lost)
+    with pytest.raises(Unavailable, match=r"gateway is lost.*its node has died") as raised:
+        await service.run()
+    assert raised.value.reason == START_AGAIN
+    assert (len(placed), lost) == (1, {"10.0.0.2"})
+
+
 async def test_what_may_move_waits_for_another_node_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
