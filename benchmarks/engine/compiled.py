@@ -1,10 +1,13 @@
-"""What a compiled graph between attentions brings the embedded engine, drafts or none."""
+"""What compiled graphs bring the embedded engine, with drafts and without, and how much faster it
+is with drafts where it is compiled.
+"""
 
 from __future__ import annotations
 
 from benchmarks.engine.runs import Way, rate_ratio, take_turns
 from benchmarks.engine.sections import (
     OFF,
+    SPEEDUP_GOALS,
     Extent,
     Findings,
     chosen,
@@ -37,5 +40,9 @@ async def compiled(plan: Extent) -> Findings:
         for name in (OFF, *plain[1]):
             ratio = rate_ratio(runs[f"{name}, compiled"], runs[name])
             goals.append(judged(f"batch {batch}: {name}, compiled / plain", NEVER_SLOWER, ratio))
+        if batch in SPEEDUP_GOALS:
+            ratio = rate_ratio(runs[f"{name}, compiled"], runs[f"{OFF}, compiled"])
+            goal = SPEEDUP_GOALS[batch]
+            goals.append(judged(f"batch {batch}: {name} / off, both compiled", goal, ratio))
 
     return Findings(rows, [*goals, equality_goal("compiled", rows)])
