@@ -90,6 +90,7 @@ class Shop:
         """Serve over HTTP, at the same place each time, whoever has the token."""
         if self.transport == "streams":
             return
+        await self.end()  # one that is about to end would still listen
         command = (sys.executable, str(self._file), str(self.port), *token)
         self.process = await asyncio.create_subprocess_exec(
             *command, stdout=DEVNULL, stderr=DEVNULL
