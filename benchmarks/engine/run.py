@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--batches", type=counts, default=BATCHES, help="batch sizes")
     option("--threads", type=above_zero(int), default=1, help="torch threads of both sides")
     option("--bandits", default="", help="kinds, e.g. epsilon_greedy,ucb; goals are the first's")
-    option("--only", default="", metavar="SECTION", help=f"some of {', '.join(SECTIONS)}")
+    some = f"of {', '.join(SECTIONS)}; again, or separated by commas, for another"
+    option("--only", action="append", default=[], metavar="SECTION", help=some)
     option("--quick", action="store_true", help="one pair, batch 2, short: shows the form")
 
 
@@ -59,7 +60,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
     Raises InvalidInput for options, NotFound outside a clone.
     """
-    wanted = chosen_sections(options.only)
+    wanted = chosen_sections(",".join(options.only))
     plan = plan_of(options)
     rows: list[Row] = []
     goals: list[Goal] = []

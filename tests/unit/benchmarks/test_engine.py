@@ -91,7 +91,7 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere(
     """Those of whole gateways are test_engine_gateways.py's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one_engine = ",".join(name for name in bench.SECTIONS if name not in ("launch", "capture"))
-    result = await bench.run(options(quick=True, only=one_engine))
+    result = await bench.run(options(quick=True, only=[one_engine]))
     sections = {str(row["section"]).split(",")[0] for row in result.rows}
     assert sections == {
         "memory",
@@ -263,7 +263,7 @@ def test_counts_come_in_ascending_order_once() -> None:
 
 async def test_a_section_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidInput, match="no such section"):
-        await bench.run(options(only="rollouts"))
+        await bench.run(options(only=["rollouts"]))
 
 
 def test_sections_run_in_their_own_order() -> None:

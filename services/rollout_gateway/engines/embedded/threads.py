@@ -21,8 +21,10 @@ from paceline.telemetry import get_logger
 
 SIZES = (4, 16, 64)
 """Requests of the rounds that are compared."""
-ROUNDS = 5
-"""Of each size and number of threads; the first is not counted."""
+TURNS, ROUNDS = 3, 3
+"""Turns of each number of threads, and rounds of a turn, the first of which is not counted: threads
+that had nothing to do begin slowly.
+"""
 MEASURE_S = 5.0
 """No further size is begun after this long, so that a large model starts as well."""
 WORTH = 1.1
@@ -32,15 +34,16 @@ log = get_logger(__name__)
 
 
 def choose_threads(engine: Engine, most: int, max_batch: int) -> int:
-    """The number of threads that rounds without drafts are fastest with, at most `most`, which
-    torch computes with from now on.
+    """The number of threads that rounds are fastest with, at most `most`, which torch computes with
+    from now on. Rounds are those of the first arm that drafts, if there is one: they are wider than
+    plain ones, which more threads help less.
 
-    Numbers are 1, 2, 4 and so on, and `most`; they take turns from round to round, so that a
-    machine that gets slower is slower for all. Leaves no request behind.
+    Numbers are 1, 2, 4 and so on, and `most`; they take turns, so that a machine that
+    gets slower is slower for all. Leaves no request behind.
     """
     counts = sorted({1 << power for power in range(most.bit_length())} | {most})
     sizes = sorted({min(size, max_batch) for size in SIZES})
-    engine.force_arm(OFF)
+    engine.force_arm(next((arm for arm in engine.info.arms if arm != OFF), OFF))
     began, taken = time.perf_counter(), []
     for size in sizes:
         if time.perf_counter() - began < MEASURE_S:
@@ -71,11 +74,16 @@ def fastest(counts: Sequence[int], taken: Sequence[Sequence[float]]) -> int:
 def _round_s(engine: Engine, size: int, counts: Sequence[int]) -> list[float]:
     """Seconds of a round with each number of threads; nothing where there were not enough."""
 
-    def take_turn(number: int) -> None:
-        torch.set_num_threads(counts[number % len(counts)])
+    def turn(number: int) -> int:
+        return number // ROUNDS % len(counts)
 
-    timed = decoding_rounds(engine, size, ROUNDS * len(counts), time.perf_counter, take_turn)
-    counted = timed[len(counts) :]
-    if len(counted) < len(counts):
-        return []
-    return [median(counted[number :: len(counts)]) for number in range(len(counts))]
+    def take_turn(number: int) -> None:
+        torch.set_num_threads(counts[turn(number)])
+
+    rounds = TURNS * ROUNDS * len(counts)
+    timed = decoding_rounds(engine, size, rounds, time.perf_counter, take_turn)
+    taken: list[list[float]] = [[] for _ in counts]
+    for number, seconds in enumerate(timed):
+        if number % ROUNDS:
+            taken[turn(number)].append(seconds)
+    return [median(one) for one in taken] if all(taken) else []
