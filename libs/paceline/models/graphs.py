@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.file_hashes import file_hash
-from paceline.models import decoder
+from paceline.models import decoder, products
 from paceline.plugins import import_object
 from paceline.telemetry import get_logger
 
@@ -64,8 +64,9 @@ class GraphSpec(ABC):
     @property
     def name(self) -> str:
         """Another one for other shapes, sources, releases of torch and processors."""
-        own = sys.modules[type(self).__module__].__file__
-        sources = [Path(str(one)).read_bytes() for one in (__file__, decoder.__file__, own)]
+        specs = [one.__module__ for one in type(self).__mro__ if issubclass(one, GraphSpec)]
+        modules = {*specs, decoder.__name__, products.__name__}
+        sources = [Path(str(sys.modules[one].__file__)).read_bytes() for one in sorted(modules)]
         made_by = [torch.__version__, torch.backends.cpu.get_cpu_capability()]
         said = json.dumps([type(self).__qualname__, asdict(self), made_by]).encode()
         return hashlib.sha256(b"\0".join([said, *sources])).hexdigest()[:DIGITS]
@@ -94,7 +95,11 @@ def compiled(spec: GraphSpec) -> Graph | None:
         if path is None:
             log.warning("not compiled; the engine is as without", why=why)
             return None
-    loaded: Any = torch._inductor.aoti_load_package(str(path))
+    try:
+        loaded: Any = torch._inductor.aoti_load_package(str(path))
+    except RuntimeError as error:  # whole, but not for the libraries of this machine
+        log.warning("not compiled; the engine is as without", why=str(error))
+        return None
     # boxed_run: what a call of the graph adds to it is a third of its time
     graph: Graph = loaded.loader.boxed_run
     return graph
