@@ -223,13 +223,12 @@ def kept_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases, and without as llama is
 def test_tokens_of_the_compiled_engine_are_the_plain_ones_and_a_graph_serves_the_next_start(
-    family: str, tmp_path: Path, kept_graphs: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kept_graphs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept_graphs))
     assert not EmbeddedSpec.model_validate({"model_dir": "m"}).compile
-    save_random(tmp_path, family, sharpness=6.0)
+    save_random(tmp_path, "qwen2", sharpness=6.0)  # with every bias that may be
     batch = requests(12)
     expected = generate(build(tmp_path), batch, "off")
     assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, (
@@ -254,7 +253,7 @@ def test_a_graph_that_is_damaged_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save_random(tmp_path, "qwen3")
+    save_random(tmp_path, "qwen2")
     spec = BetweenSpec.of(read_config(tmp_path), torch.float32)
     with monkeypatch.context() as there:
         there.setenv("XDG_CACHE_HOME", str(kept_graphs))
