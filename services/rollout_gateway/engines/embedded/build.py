@@ -78,7 +78,9 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
 
     if spec.threads == 0:
         cores = usable_cores() if policy.head.device.type == "cpu" else 1
-        choose_threads(engine(None), cores, spec.max_batch)
+        speculation.measuring = True
+        choose_threads(engine(None), speculation.served, cores, spec.max_batch)
+        speculation.forget_rounds()
 
     if spec.bandit.kind == COST_MODEL and len(speculation.arms) > 1:
         speculation.measuring = True

@@ -247,6 +247,14 @@ class Speculation:
         self.drafters.flush()
         self.measuring = False
 
+    def forget_rounds(self) -> None:
+        """Begin as if there had been no round: those made with other numbers of threads teach
+        nothing.
+        """
+        if self.budget is not None:
+            self.budget = Budget()
+        self.prime(())
+
     def ended(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int
     ) -> None:

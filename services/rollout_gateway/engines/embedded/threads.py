@@ -33,17 +33,17 @@ WORTH = 1.1
 log = get_logger(__name__)
 
 
-def choose_threads(engine: Engine, most: int, max_batch: int) -> int:
+def choose_threads(engine: Engine, arms: Sequence[str], most: int, max_batch: int) -> int:
     """The number of threads that rounds are fastest with, at most `most`, which torch computes with
-    from now on. Rounds are those of the first arm that drafts, if there is one: they are wider than
-    plain ones, which more threads help less.
+    from now on. Rounds are those of the first of `arms`, which serve, that drafts, if one does:
+    they are wider than plain ones, which more threads help less.
 
-    Numbers are 1, 2, 4 and so on, and `most`; they take turns, so that a machine that
-    gets slower is slower for all. Leaves no request behind.
+    Numbers are 1, 2, 4 and so on, and `most`; they take turns, so that a machine that gets slower
+    is slower for all. Leaves no request behind.
     """
     counts = sorted({1 << power for power in range(most.bit_length())} | {most})
     sizes = sorted({min(size, max_batch) for size in SIZES})
-    engine.force_arm(next((arm for arm in engine.info.arms if arm != OFF), OFF))
+    engine.force_arm(next((arm for arm in arms if arm != OFF), OFF))
     began, taken = time.perf_counter(), []
     for size in sizes:
         if time.perf_counter() - began < MEASURE_S:

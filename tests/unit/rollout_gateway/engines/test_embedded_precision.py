@@ -242,6 +242,7 @@ def test_tokens_of_the_compiled_engine_are_the_plain_ones_and_a_graph_serves_the
         alone = said(generate(engine, batch[:1], "off"))
         assert alone == {number: said(expected)[number] for number in alone}
         kept.append(sorted((kept_graphs / "paceline" / "graphs").glob("*.pt2")))
+    assert len(kept[0]) == 2  # of the policy and of the drafter
     assert kept[0] == kept[1]
 
 
