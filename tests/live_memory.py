@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -23,13 +23,16 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all tensors that Python objects refer to."""
+    """Bytes of the storages of all tensors that Python objects refer to, and of gradients."""
     gc.collect()
-    return storage_bytes(
+    found = [
         one
         for one in gc.get_objects()
         if issubclass(type(one), Tensor) and not isinstance(one, DTensor) and not one.is_meta
-    )
+    ]
+    weights = (one for one in found if isinstance(one, nn.Parameter))
+    gradients = [one.grad for one in weights if one.grad is not None]
+    return storage_bytes([*found, *gradients])
 
 
 def resident_bytes() -> int:
