@@ -9,7 +9,25 @@ from importlib.resources import files
 
 from paceline.report.charts import HEIGHT, WIDTH, Series, line_chart
 
-_LEGEND_PX, _NAME_PX = 26, 12
+_LEGEND_PX, _ROW_PX, _NAME_PX = 26, 16, 11
+_SWATCH_PX, _GAP_PX = 13, 16
+"""From a swatch to its name, and from a name to the next swatch at least."""
+_LEFT, _RIGHT = 46.0, 12.0
+_EMS = {
+    0.28: "'ijl",
+    0.32: "IJ ,.",
+    0.36: "f/:;\\|-",
+    0.41: "()[]t!r",
+    0.46: '"',
+    0.53: "*_`sz?",
+    0.56: "cL",
+    0.64: "FkvxyPTYaoeESbdghnpqu$0123456789{}",
+    0.7: "KAVBRXZC",
+    0.79: "UHNDG&OQ",
+    0.86: "w#+<=>^~M",
+}
+"""Advance widths of DejaVu Sans, which is wider than what system-ui is elsewhere; else 1 em."""
+_ADVANCES = {character: width for width, group in _EMS.items() for character in group}
 _FONT = "text{font-family:system-ui,sans-serif}"
 
 
@@ -17,12 +35,19 @@ def picture(series: Sequence[Series], y_label: str) -> str:
     """An SVG file with its legend; series of one name have one entry."""
     drawing = line_chart(series, y_label=y_label).partition("</div>")[2]
     inner = re.sub(r"^<svg[^>]*>|</svg>$", "", drawing)
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT + _LEGEND_PX}" width="{2 * WIDTH}"'
+    entries, rows = _legend(series)
+    top = _LEGEND_PX + (rows - 1) * _ROW_PX
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT + top}" width="{2 * WIDTH}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{_style()}</style>'
-        f'<rect width="100%" height="100%" fill="#fff"/>{_legend(series)}'
-        f'<g transform="translate(0 {_LEGEND_PX})">{inner}</g></svg>\n'
+        f'<rect width="100%" height="100%" fill="#fff"/>{entries}'
+        f'<g transform="translate(0 {top})">{inner}</g></svg>\n'
     )
+
+
+def text_width(words: str, size_px: float) -> float:
+    """Pixels that a line of text takes at most, in any common sans-serif font."""
+    return size_px * sum(_ADVANCES.get(character, 1.0) for character in words)
 
 
 def _style() -> str:
@@ -33,10 +58,16 @@ def _style() -> str:
     return _FONT + re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], rules)
 
 
-def _legend(series: Sequence[Series]) -> str:
-    parts, at = [], 46.0
+def _legend(series: Sequence[Series]) -> tuple[str, int]:
+    """Swatches and names side by side, and the number of rows that they fill."""
+    parts, at, row = [], _LEFT, 0
     for name, color in dict.fromkeys((one.name, one.color) for one in series):
-        parts.append(f'<rect class="fill {color}" x="{at}" y="8" width="9" height="9" rx="2"/>')
-        parts.append(f'<text class="tick" x="{at + 13}" y="16">{escape(name)}</text>')
-        at += 34 + 0.5 * _NAME_PX * len(name)
-    return "".join(parts)
+        width = _SWATCH_PX + text_width(name, _NAME_PX)
+        if at > _LEFT and at + width > WIDTH - _RIGHT:
+            at, row = _LEFT, row + 1
+        y = 8 + row * _ROW_PX
+        swatch = f'<rect class="fill {color}" x="{at:.1f}" y="{y}" width="9" height="9" rx="2"/>'
+        words = f'<text class="tick" x="{at + _SWATCH_PX:.1f}" y="{y + 8}">{escape(name)}</text>'
+        parts += [swatch, words]
+        at += width + _GAP_PX
+    return "".join(parts), row + 1
