@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from live_memory import device_bytes
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
 from paceline.models.config import ModelConfig
@@ -81,11 +82,14 @@ def test_a_large_drafter_leaves_the_memory_and_is_back_in_measured_time() -> Non
     began = time.perf_counter()
     one.attach(membership.join([0]))
     first, held = time.perf_counter() - began, torch.cuda.memory_allocated()
+    in_use = device_bytes()[1]
     for _ in range(2):
         attached = time.perf_counter()
         one.offload()
         left = time.perf_counter()
-        assert torch.cuda.memory_allocated() < 0.01 * held  # cuBLAS's workspaces too
+        allocated, still_in_use = device_bytes()
+        assert allocated < 0.01 * held  # cuBLAS's workspaces too
+        assert in_use - still_in_use > 0.8 * held
         one.attach(membership.members)
         sys.stdout.write(
             f"{held / 2**20:.0f} MB: first attach {first:.2f} s, offload {left - attached:.2f} s, "

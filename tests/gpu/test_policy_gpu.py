@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from live_memory import device_bytes
 from random_models import save_random
 from torch.distributed.device_mesh import DeviceMesh
 from unit.policy_trainer.sharded_step import trajectories, whole
@@ -65,6 +66,26 @@ def test_three_steps_go_where_the_cpu_goes(tmp_path: Path, mesh: DeviceMesh, way
     wanted = whole(one.published())
     for name, weight in whole(other.published()).items():
         assert torch.allclose(weight, wanted[name], atol=4e-3), name  # of three steps of 1e-3
+
+
+def test_offload_gives_the_device_the_bytes_of_weights_and_moments(
+    tmp_path: Path, mesh: DeviceMesh
+) -> None:
+    """Measured in the allocator and in what the driver has free."""
+    large = {"vocab_size": 8_192, "hidden_size": 1_024, "intermediate_size": 4_096}
+    save_random(tmp_path / "model", "llama", num_hidden_layers=4, **HEADS, **large)
+    one = learner(tmp_path / "model", mesh, offload=True)
+    one.step(make_batch(trajectories(vocabulary=512), 4))
+    kept = 3 * 4 * sum(shape.numel() for shape in one.shapes().values())
+    give_back_cached()
+    allocated, in_use = device_bytes()
+    assert allocated >= kept
+    one.memory.leave()
+    left, still_in_use = device_bytes()
+    assert left < 0.05 * kept
+    assert in_use - still_in_use > 0.8 * kept
+    one.memory.enter()
+    assert device_bytes()[0] >= kept
 
 
 @pytest.mark.parametrize("vocabulary", [512, 1000])
