@@ -12,10 +12,11 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from paceline.addresses import is_loopback
 from paceline.errors import ConfigError
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
-from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
+from paceline.rpc import EPOCHS, EpochGuard, Server
 from paceline.rpc.progress import add_progress
 from paceline.services.rollout_gateway.api.grpc import RolloutServicer
 from paceline.services.rollout_gateway.api.http.app import build_app

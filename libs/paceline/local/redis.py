@@ -34,9 +34,10 @@ from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.foreign_redis import check_url, on_this_machine
 from paceline.local.owner import own
 from paceline.local.ports import require_free
+from paceline.local.process_directory import SOCKET_BYTES
 from paceline.local.processes import die_with_parent, keep_files_private
 from paceline.local.tokens import read_or_make
-from paceline.local.user_directory import user_directory
+from paceline.local.user_directory import short_directory
 from paceline.streams.connection import connect, masters
 from paceline.streams.redis_url import shown
 
@@ -49,8 +50,6 @@ _ALLOWED = "~* &* +@all -@admin -@dangerous +info"
 REPLICAOF, MIGRATE, ACL, SAVE, FLUSHALL, SHUTDOWN.
 """
 _PORT = 6379  # of a URL without one
-_SOCKET_BYTES = 100
-"""The system's own bound is 104 or 108."""
 
 
 def find_redis_server() -> Path:
@@ -87,10 +86,10 @@ class RedisLauncher:
         socket.
         """
         path = self.directory / "redis.sock"
-        if len(os.fsencode(path)) <= _SOCKET_BYTES:
+        if len(os.fsencode(path)) <= SOCKET_BYTES:
             return path
         name = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:16]
-        return user_directory() / f"redis-{name}.sock"
+        return short_directory() / f"redis-{name}.sock"
 
     @property
     def address(self) -> tuple[str, str] | None:
