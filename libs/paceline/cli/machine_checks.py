@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline.cli.proxy_checks import look_at_proxies
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
 from paceline.local.disk import lack_of_room
@@ -42,6 +43,7 @@ async def findings(
     yield Finding("machine", "ok", machine_in_words())
     yield looked_at("user directory", lambda: f"{user_directory()} is private")
     yield looked_at("sockets", lambda: f"{socket_directory()} is private and short")
+    yield look_at_proxies(config)
     yield _disk(Path(config.run.dir))
     yield _open_files()
     for spec in SERVICES:
