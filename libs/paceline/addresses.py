@@ -6,11 +6,7 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-_LOOPBACKS = (
-    (socket.AF_INET, "127.0.0.1", "127.0.0.1"),
-    (socket.AF_INET6, "::1", "[::1]"),
-)
-"""Family, host, and the host as `host:port` spells it."""
+_LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 
 def is_loopback(address: str) -> bool:
@@ -48,14 +44,39 @@ def loopback() -> str:
     """The host of this machine's loopback as `host:port` spells it: 127.0.0.1, or [::1] where that
     is the only one.
     """
-    for family, host, spelled in _LOOPBACKS:
+    for family, host in _LOOPBACKS:
         try:
             with socket.socket(family) as probe:
                 probe.bind((host, 0))
         except OSError:  # this host lacks the address or the family
             continue
-        return spelled
-    return _LOOPBACKS[0][2]  # its first use names the fault
+        return spelled(host)
+    return _LOOPBACKS[0][1]  # its first use names the fault
+
+
+def spelled(host: str) -> str:
+    """A host as `host:port` and URLs spell it: an IPv6 address stands in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def needs_ipv6(address: str) -> bool:
+    """Whether sockets of `host:port` have to be IPv6: its host is an IPv6 address or a name
+    without an IPv4 address; or it is localhost or `*`, and this machine has no IPv4 loopback.
+    """
+    host = _host(address)
+    if host in ("localhost", "*"):
+        return loopback() != "127.0.0.1"
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return not _has_ipv4(host)
+
+
+def _has_ipv4(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None, socket.AF_INET))
+    except OSError:
+        return False
 
 
 def _host(address: str) -> str:

@@ -19,6 +19,7 @@ import zmq.auth
 import zmq.auth.asyncio
 from google.protobuf.message import DecodeError
 
+from paceline.addresses import needs_ipv6
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded
 from paceline.telemetry import inject_frame
 from paceline.v1.coordinator_pb2 import Fact, Facts
@@ -50,6 +51,7 @@ class FactPublisher:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(FACTS_QUEUED)
+        self._socket.setsockopt(zmq.IPV6, _needs_ipv6(address))
         self._door = _guard(self._context, self._socket, keys) if keys is not None else None
         try:
             self._socket.bind(address)
@@ -122,6 +124,7 @@ class FactSubscriber:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(FACTS_QUEUED)
+        self._socket.setsockopt(zmq.IPV6, _needs_ipv6(address))
         self._socket.setsockopt(zmq.SUBSCRIBE, _topic(run_id))
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
@@ -200,6 +203,11 @@ def _read_keys(path: str) -> tuple[bytes, bytes] | None:
     if secret is None:
         raise ConfigError("security.curve_key holds no secret key", seen=path, allowed=KEY_FILE)
     return public, secret
+
+
+def _needs_ipv6(endpoint: str) -> bool:
+    transport, _, place = endpoint.partition("://")
+    return transport == "tcp" and needs_ipv6(place)
 
 
 def _topic(run_id: str) -> bytes:

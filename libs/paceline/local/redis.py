@@ -29,6 +29,7 @@ from urllib.parse import quote, urlsplit
 
 from redis.exceptions import RedisError
 
+from paceline.addresses import loopback, spelled
 from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.foreign_redis import check_url, on_this_machine
@@ -97,7 +98,7 @@ class RedisLauncher:
         if not self.given_url:
             return None
         parts = urlsplit(self.given_url)
-        return f"{parts.hostname}:{parts.port or _PORT}", f"redis.{self.role}_url"
+        return f"{spelled(str(parts.hostname))}:{parts.port or _PORT}", f"redis.{self.role}_url"
 
     @property
     def url(self) -> str:
@@ -124,7 +125,9 @@ class RedisLauncher:
         if self.given_url:
             parts = urlsplit(self.given_url)
             digest = hashlib.sha256(self._password().encode()).hexdigest()
-            lines += [f"bind {parts.hostname}", f"port {parts.port or _PORT}"]
+            # The server itself looks for an IPv4 address of a name alone.
+            host = loopback().strip("[]") if parts.hostname == "localhost" else parts.hostname
+            lines += [f"bind {host}", f"port {parts.port or _PORT}"]
             lines += [f"user default on #{digest} {_ALLOWED}"]
         else:
             lines += ["port 0", f"unixsocket {_quoted(self.socket)}", "unixsocketperm 700"]

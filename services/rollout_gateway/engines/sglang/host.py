@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from paceline.addresses import loopback
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.heartbeat import answer_beats
 from paceline.local.memory_plan import check_experts
@@ -241,7 +242,7 @@ def rendezvous(folder: Path, nccl_port: int) -> dict[str, str]:
     """
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/store",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": loopback().strip("[]"),
         "MASTER_PORT": str(nccl_port),
         **LOOPBACK_ONLY,
     }
