@@ -61,10 +61,10 @@ def spelled(host: str) -> str:
 
 def needs_ipv6(address: str) -> bool:
     """Whether sockets of `host:port` have to be IPv6: its host is an IPv6 address or a name
-    without an IPv4 address; or it is localhost or `*`, and this machine has no IPv4 loopback.
+    without an IPv4 address; or it is the wildcard `*`, and this machine has no IPv4 loopback.
     """
     host = _host(address)
-    if host in ("localhost", "*"):
+    if host == "*":
         return loopback() != "127.0.0.1"
     try:
         return ipaddress.ip_address(host.partition("%")[0]).version == 6

@@ -19,7 +19,7 @@ import zmq.auth
 import zmq.auth.asyncio
 from google.protobuf.message import DecodeError
 
-from paceline.addresses import needs_ipv6
+from paceline.addresses import loopback, needs_ipv6
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded
 from paceline.telemetry import inject_frame
 from paceline.v1.coordinator_pb2 import Fact, Facts
@@ -51,10 +51,9 @@ class FactPublisher:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(FACTS_QUEUED)
-        self._socket.setsockopt(zmq.IPV6, _needs_ipv6(address))
         self._door = _guard(self._context, self._socket, keys) if keys is not None else None
         try:
-            self._socket.bind(address)
+            self._socket.bind(_resolved(address, self._socket))
         except zmq.ZMQError as error:
             self._end(linger_ms=0)
             raise ConfigError(
@@ -124,12 +123,11 @@ class FactSubscriber:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(FACTS_QUEUED)
-        self._socket.setsockopt(zmq.IPV6, _needs_ipv6(address))
         self._socket.setsockopt(zmq.SUBSCRIBE, _topic(run_id))
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
             self._socket.curve_serverkey = keys[0]
-        self._socket.connect(address)
+        self._socket.connect(_resolved(address, self._socket))
 
     def __aiter__(self) -> FactSubscriber:
         return self
@@ -205,9 +203,14 @@ def _read_keys(path: str) -> tuple[bytes, bytes] | None:
     return public, secret
 
 
-def _needs_ipv6(endpoint: str) -> bool:
-    transport, _, place = endpoint.partition("://")
-    return transport == "tcp" and needs_ipv6(place)
+def _resolved(endpoint: str, socket: zmq.asyncio.Socket) -> str:
+    """The endpoint without the name localhost; the socket speaks the IP version that it needs."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    place = f"{loopback() if host == 'localhost' else host}:{port}"
+    socket.setsockopt(zmq.IPV6, needs_ipv6(place))
+    return f"tcp://{place}"
 
 
 def _topic(run_id: str) -> bytes:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from ipv6 import LOOPBACK_HOSTS
 
 from paceline.client import AsyncClient, Backoff, Client
 from paceline.config import SecurityConfig
@@ -27,19 +27,6 @@ EXEMPT = ("no_proxy", "no_grpc_proxy")
 OFF = SecurityConfig(token_env="")
 ONCE = Backoff(first_s=0.01, most_s=0.01)
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
-
-
-def has_ipv6() -> bool:
-    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
-        return True
-    return False
-
-
-HOSTS = [
-    "127.0.0.1",
-    "localhost",
-    pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback")),
-]
 
 
 class Recorder:
@@ -87,7 +74,7 @@ def _dead_proxies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("_dead_proxies")
-@pytest.mark.parametrize("host", [*HOSTS, "unix"])
+@pytest.mark.parametrize("host", [*LOOPBACK_HOSTS, "unix"])
 async def test_a_channel_to_this_machine_passes_no_proxy(host: str, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/grpc" if host == "unix" else f"{host}:0"
     server = Server(address, OFF)
@@ -101,7 +88,7 @@ async def test_a_channel_to_this_machine_passes_no_proxy(host: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("_dead_proxies")
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_a_client_of_a_gateway_on_this_machine_passes_no_proxy(host: str) -> None:
     async with recording("127.0.0.1" if host == "localhost" else host) as gateway:
         url = f"http://{host}:{gateway.port}"
@@ -113,7 +100,7 @@ async def test_a_client_of_a_gateway_on_this_machine_passes_no_proxy(host: str) 
 
 
 @pytest.mark.usefixtures("_dead_proxies")
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
 async def test_a_reward_at_a_url_of_this_machine_passes_no_proxy(host: str) -> None:
     async with recording("127.0.0.1" if host == "localhost" else host) as server:
         url = f"http://{host}:{server.port}/score"

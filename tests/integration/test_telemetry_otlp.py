@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from ipv6 import LOOPBACK_HOSTS
 from otlp_receiver import VARIABLES, OtlpReceiver, receiving
 
 from paceline import telemetry
@@ -164,3 +165,13 @@ def test_a_collector_on_this_machine_is_reached_without_a_proxy(
     assert [span.span_id for span in wanted.spans] == [span_id]
     assert wanted.logs
     assert wanted.metrics["gateway"]
+
+
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
+def test_a_collector_is_reached_over_ipv4_and_ipv6(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiving(host) as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        span_id = work()
+        assert [span.span_id for span in receiver.spans] == [span_id]

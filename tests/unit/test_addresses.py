@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.addresses import is_loopback, proxied
+from paceline.addresses import is_loopback, loopback, needs_ipv6, proxied
+from paceline.local.ports import bound, split_address
 
 OF_THIS_MACHINE = (
     "127.0.0.1:7400",
@@ -48,3 +49,19 @@ def test_no_url_and_no_wildcard_passes_for_loopback_where_a_token_depends_on_it(
     address: str,
 ) -> None:
     assert not is_loopback(address)
+
+
+@pytest.mark.parametrize("address", ["[::1]:7405", "[fe80::1%lo]:1", "nobody.invalid:7405"])
+def test_an_ipv6_address_and_a_name_without_ipv4_need_ipv6(address: str) -> None:
+    assert needs_ipv6(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7405", "10.0.0.2:1"])
+def test_an_ipv4_address_needs_no_ipv6(address: str) -> None:
+    assert not needs_ipv6(address)
+
+
+def test_the_loopback_of_this_machine_can_be_bound_as_it_is_spelled() -> None:
+    host, port = split_address(f"{loopback()}:0")
+    with bound(host, port) as found:
+        assert found.getsockname()[0] == host

@@ -127,8 +127,8 @@ def bound(host: str, port: int) -> socket.socket:
 
     It does not listen yet. Raises OSError where the host has no address here, or the port is taken.
     """
-    wildcard = socket.AI_PASSIVE  # where the host is empty
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=wildcard)
+    known = loopback().strip("[]") if host == "localhost" else host or None  # None: a wildcard
+    found = socket.getaddrinfo(known, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     failures = []
     for family, _, _, _, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
         made = socket.socket(family)
