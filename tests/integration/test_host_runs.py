@@ -121,6 +121,7 @@ def test_a_host_that_has_only_the_ipv6_loopback_runs_everything(
     with subprocess.Popen(
         [*words, "-m", "paceline.cli.main", "page", str(run)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as page:
