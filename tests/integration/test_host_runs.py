@@ -22,7 +22,14 @@ from paceline.local.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-FETCH = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=20).status)"
+FETCH = """
+import http.client, sys
+from urllib.parse import urlsplit
+url = urlsplit(sys.argv[1])
+to = http.client.HTTPConnection(url.hostname, url.port, timeout=20)
+to.request("GET", f"/?{url.query}")
+print(to.getresponse().status)
+"""  # the page answers with a cookie and sends the browser on
 
 
 def finished(out: Path, within: tuple[str, ...] = ()) -> Path:
@@ -135,7 +142,7 @@ def test_a_host_that_has_only_the_ipv6_loopback_runs_everything(
                 timeout=patient(60),
                 check=True,
             )
-            assert fetched.stdout.strip() == "200"
+            assert int(fetched.stdout) < 400
             assert url.startswith("http://[::1]:")
         finally:
             page.kill()
