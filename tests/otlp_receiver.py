@@ -120,7 +120,7 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 @contextmanager
-def receiving() -> Iterator[OtlpReceiver]:
+def receiving(host: str = "127.0.0.1") -> Iterator[OtlpReceiver]:
     """A receiver on a free port of the loopback for the time of the block."""
     receiver = OtlpReceiver()
     with ThreadPoolExecutor(4) as pool:
@@ -128,7 +128,7 @@ def receiving() -> Iterator[OtlpReceiver]:
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(receiver), server)
         logs_service_pb2_grpc.add_LogsServiceServicer_to_server(_Logs(receiver), server)
         metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(receiver), server)
-        receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        receiver.endpoint = f"http://{host}:{server.add_insecure_port(f'{host}:0')}"
         server.start()
         try:
             yield receiver

@@ -19,6 +19,7 @@ import zmq.auth
 import zmq.auth.asyncio
 from google.protobuf.message import DecodeError
 
+from paceline.addresses import loopback, needs_ipv6
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded
 from paceline.telemetry import inject_frame
 from paceline.v1.coordinator_pb2 import Fact, Facts
@@ -52,7 +53,7 @@ class FactPublisher:
         self._socket.set_hwm(FACTS_QUEUED)
         self._door = _guard(self._context, self._socket, keys) if keys is not None else None
         try:
-            self._socket.bind(address)
+            self._socket.bind(_resolved(address, self._socket))
         except zmq.ZMQError as error:
             self._end(linger_ms=0)
             raise ConfigError(
@@ -126,7 +127,7 @@ class FactSubscriber:
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
             self._socket.curve_serverkey = keys[0]
-        self._socket.connect(address)
+        self._socket.connect(_resolved(address, self._socket))
 
     def __aiter__(self) -> FactSubscriber:
         return self
@@ -200,6 +201,16 @@ def _read_keys(path: str) -> tuple[bytes, bytes] | None:
     if secret is None:
         raise ConfigError("security.curve_key holds no secret key", seen=path, allowed=KEY_FILE)
     return public, secret
+
+
+def _resolved(endpoint: str, socket: zmq.asyncio.Socket) -> str:
+    """The endpoint without the name localhost; the socket speaks the IP version that it needs."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    place = f"{loopback() if host == 'localhost' else host}:{port}"
+    socket.setsockopt(zmq.IPV6, needs_ipv6(place))
+    return f"tcp://{place}"
 
 
 def _topic(run_id: str) -> bytes:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
+from paceline.addresses import is_loopback
 from paceline.errors import ConfigError, FailedPrecondition
 from paceline.local.ports import way_to
 from paceline.local.processes import LOOPBACK, usable_cores
 from paceline.local.services import service
 from paceline.ranks.group import HostShare, RankGroup
 from paceline.report import machine
-from paceline.rpc import is_loopback
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 
 _OF_A_HOST = frozenset({"interface", "redis", "security", "telemetry"})

@@ -12,10 +12,12 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from paceline.addresses import is_loopback
 from paceline.errors import ConfigError
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
-from paceline.rpc import EPOCHS, EpochGuard, Server, is_loopback
+from paceline.local.ports import bound
+from paceline.rpc import EPOCHS, EpochGuard, Server
 from paceline.rpc.progress import add_progress
 from paceline.services.rollout_gateway.api.grpc import RolloutServicer
 from paceline.services.rollout_gateway.api.http.app import build_app
@@ -187,10 +189,10 @@ async def start_http(
     settings = _http_config(app, config, path)
     server = HttpServer(settings)
     try:
-        sockets = [_unix_socket(path) if path else settings.bind_socket()]
-    except SystemExit as error:
+        sockets = [_unix_socket(path) if path else bound(settings.host, settings.port)]
+    except OSError as error:
         raise ConfigError(
-            "cannot listen there: the port is in use or not ours",
+            f"cannot listen there: {error.strerror}",
             seen=address,
             allowed="a free port",
         ) from error

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.doctor import finding_line
+from paceline.cli.proxy_checks import look_at_proxies
+from paceline.config import ServiceConfig
 from paceline.local.findings import Finding
 from paceline.local.ports import free_ports
 
@@ -44,7 +46,16 @@ def test_a_machine_that_can_run_it_fails_nothing(tmp_path: Path) -> None:
     code, found, err = doctor(tmp_path)
     assert [one for one in found.values() if one["verdict"] == "fail"] == [], err
     assert code == 0
-    expected = {"machine", "user directory", "disk", "open files", "redis", "redis_features"}
+    expected = {
+        "machine",
+        "user directory",
+        "sockets",
+        "proxies",
+        "disk",
+        "open files",
+        "redis",
+        "redis_features",
+    }
     expected |= {f"addresses.{name}" for name in ADDRESSES} | {"torch", "gpu", "sglang", "sandbox"}
     expected.add("engine workers")
     assert set(found) == expected
@@ -72,6 +83,7 @@ def test_one_fail_ends_no_other_check_and_each_says_what_to_do(tmp_path: Path) -
     verdicts = {name: one["verdict"] for name, one in found.items() if one["verdict"] != "ok"}
     assert verdicts == {
         "user directory": "fail",
+        "sockets": "fail",
         "open files": "warn",
         "addresses.gateway": "fail",
         "redis_features": "fail",
@@ -90,3 +102,35 @@ def test_what_to_do_stands_below_what_was_seen() -> None:
     assert bad.splitlines()[1].endswith("make room")
     assert r"\[x]" in bad
     assert "\n" not in finding_line(Finding("disk", "ok", "room", "none needed"))
+
+
+def test_proxies_that_are_set_are_shown_with_the_addresses_that_they_apply_to(
+    tmp_path: Path,
+) -> None:
+    proxy = "http://user:secret@127.0.0.1:9"
+    code, found, err = doctor(tmp_path, https_proxy=proxy, ALL_PROXY=proxy)
+    assert code == 0, err
+    assert found["proxies"]["verdict"] == "ok"
+    assert (
+        "https_proxy=http://127.0.0.1:9, ALL_PROXY=http://127.0.0.1:9" in found["proxies"]["seen"]
+    )
+    assert "not for loopback and unix sockets" in found["proxies"]["seen"]
+
+
+@pytest.mark.parametrize(("exempt", "verdict"), [("", "warn"), ("10.0.0.2,x", "ok")])
+def test_an_address_of_another_host_that_goes_to_a_proxy_is_doubted(
+    exempt: str, verdict: str
+) -> None:
+    config = ServiceConfig.model_validate({"addresses": {"gateway": "10.0.0.2:7401"}})
+    finding = look_at_proxies(config, {"grpc_proxy": "http://127.0.0.1:9", "no_proxy": exempt})
+    assert finding.verdict == verdict
+    assert ("addresses.gateway=10.0.0.2:7401" in finding.seen) == (verdict == "warn")
+
+
+def test_sockets_lie_in_a_short_directory_where_the_temporary_one_is_long(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * (120 - len(str(tmp_path))))
+    long.mkdir()
+    code, found, err = doctor(tmp_path, TMPDIR=str(long))
+    assert code == 0, (found, err)
+    assert "short" in found["sockets"]["seen"]
+    assert str(long) not in found["sockets"]["seen"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import pytest
+from ipv6 import LOOPBACK_HOSTS
+
 from paceline.config import SecurityConfig
 from paceline.rpc import Server
 
@@ -25,9 +28,10 @@ async def _probe(address: str) -> int:
     return process.returncode
 
 
-async def test_the_exit_status_follows_the_serving_flag() -> None:
-    server = Server("127.0.0.1:0", SecurityConfig())
-    address = f"127.0.0.1:{await server.start()}"
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
+async def test_the_exit_status_follows_the_serving_flag(host: str) -> None:
+    server = Server(f"{host}:0", SecurityConfig())
+    address = f"{host}:{await server.start()}"
     server.set_serving("stub", True)
     assert await _probe(address) == 0
     server.set_serving("stub", False)

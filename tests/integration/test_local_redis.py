@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from ipv6 import LOOPBACK_HOSTS
 from redis.exceptions import AuthenticationError, ResponseError
 from redis_servers import RedisServer
 
@@ -35,12 +36,12 @@ def redis_launches(config: ServiceConfig, words: Sequence[str]) -> list[Launch]:
     return [launch_of(spec, config, words) for spec in SERVICES if not spec.settings]
 
 
-@pytest.mark.parametrize("ports", [False, True], ids=["sockets", "ports"])
+@pytest.mark.parametrize("host", ["", *LOOPBACK_HOSTS])
 async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
-    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch, ports: bool
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     monkeypatch.delenv("REDIS_URL", raising=False)
-    durable, features = (f"redis://127.0.0.1:{free_port()}/0" if ports else "" for _ in range(2))
+    durable, features = (f"redis://{host}:{free_port()}/0" if host else "" for _ in range(2))
     urls = RedisConfig(durable_url=durable, features_url=features)
     config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=urls)
     words = [f"run.dir={tmp_path}", f"redis.durable_url={durable}"]

@@ -5,14 +5,18 @@ nobody otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
+from ipv6 import LOOPBACK_HOSTS
 from otlp_receiver import VARIABLES, OtlpReceiver, receiving
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.local.patience import patient
+from paceline.local.ports import free_port
 from paceline.telemetry.metrics import Counter
 
 
@@ -111,3 +115,63 @@ def test_a_log_after_the_end_is_written_and_breaks_nothing(
 def test_nothing_is_exported_unless_asked(receiver: OtlpReceiver) -> None:
     work()
     assert (receiver.spans, receiver.logs, receiver.metrics) == ([], [], {})
+
+
+@pytest.fixture(params=["refuses", "is silent"])
+def dead_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a collector that is not there, or does not answer."""
+    if request.param == "refuses":
+        yield f"http://127.0.0.1:{free_port()}"
+        return
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("tried_before", [False, True])
+def test_a_dead_collector_delays_the_end_by_two_seconds_at_most_and_costs_one_warning(
+    dead_endpoint: str,
+    tried_before: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", dead_endpoint)
+    if tried_before:  # an export and its backoff are under way at the end
+        for variable in ("OTEL_BSP_SCHEDULE_DELAY", "OTEL_BLRP_SCHEDULE_DELAY"):
+            monkeypatch.setenv(variable, "1")
+    telemetry.setup("gateway", TelemetryConfig(log_level="info"))
+    Counter("tokens", "1", (), "of a test").record(5)
+    with telemetry.span("step"):
+        telemetry.get_logger("router").info("a worker is gone")
+    began = time.monotonic()
+    telemetry.shutdown()
+    assert time.monotonic() - began < patient(3.0)
+    lines = capsys.readouterr().err.splitlines()
+    about = [line for line in lines if "opentelemetry" in line]
+    assert len(about) == 1, lines
+    assert "warning" in about[0]
+    assert not any("Traceback" in line for line in lines)
+
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+
+
+@pytest.mark.parametrize("spell", [str.lower, str.upper])
+def test_a_collector_on_this_machine_is_reached_without_a_proxy(
+    wanted: OtlpReceiver, spell: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PROXIES:
+        monkeypatch.setenv(spell(name), "http://127.0.0.1:9")
+    span_id = work()
+    assert [span.span_id for span in wanted.spans] == [span_id]
+    assert wanted.logs
+    assert wanted.metrics["gateway"]
+
+
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
+def test_a_collector_is_reached_over_ipv4_and_ipv6(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiving(host) as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        span_id = work()
+        assert [span.span_id for span in receiver.spans] == [span_id]

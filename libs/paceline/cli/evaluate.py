@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from paceline.addresses import loopback
 from paceline.config import ServiceConfig, load_config
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
@@ -84,7 +85,7 @@ def _settings(options: EvaluationOptions, folder: str) -> list[str]:
     ports = zip(names, free_ports(len(names)), strict=True)
     return [
         f"run.dir={folder}",
-        *(f"addresses.{name}=127.0.0.1:{port}" for name, port in ports),
+        *(f"addresses.{name}={loopback()}:{port}" for name, port in ports),
         f"gateway.model={options.model.absolute()}",
         "gateway.drafter=off",
         *options.overrides,

@@ -54,7 +54,9 @@ def page(
         typer.Argument(help="the run, by directory or by its id below runs/", show_default=False),
     ] = None,
     config: ConfigFiles = None,
-    port: Annotated[int, typer.Option(min=0, help="on 127.0.0.1; 0: one that is free")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, help="of the loopback address; 0: one that is free")
+    ] = 0,
 ) -> None:
     """Serve a live page about a run, for this machine's browser alone."""
     from paceline.cli.page import serve_page

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from paceline.cli.proxy_checks import look_at_proxies
 from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
 from paceline.local.disk import lack_of_room
@@ -21,6 +22,7 @@ from paceline.local.findings import Finding, looked_at
 from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import require_free
+from paceline.local.process_directory import socket_directory
 from paceline.local.processes import child_environment, describe_exit
 from paceline.local.redis import find_redis_server
 from paceline.local.services import SERVICES
@@ -40,6 +42,8 @@ async def findings(
     """The checks of a run with these settings, each as soon as it is made."""
     yield Finding("machine", "ok", machine_in_words())
     yield looked_at("user directory", lambda: f"{user_directory()} is private")
+    yield looked_at("sockets", lambda: f"{socket_directory()} is private and short")
+    yield look_at_proxies(config)
     yield _disk(Path(config.run.dir))
     yield _open_files()
     for spec in SERVICES:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 import paceline
+from paceline.addresses import loopback
 from paceline.cli import files, operate
 from paceline.cli.command import (
     MODEL,
@@ -119,8 +120,8 @@ def serve(
         "model": model and _model(model),
         "engine.kind": engine,
         "drafter": drafter and _drafter(drafter),
-        "addresses.http": http_port is not None and f"127.0.0.1:{http_port}",
-        f"addresses.{spec.address_key}": grpc_port is not None and f"127.0.0.1:{grpc_port}",
+        "addresses.http": http_port is not None and f"{loopback()}:{http_port}",
+        f"addresses.{spec.address_key}": grpc_port is not None and f"{loopback()}:{grpc_port}",
     }
     settings = [*_models(config or []), *settings_of(overrides, no_token)]
     settings += [f'{key}="{value}"' for key, value in given.items() if value]

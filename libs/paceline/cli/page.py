@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from paceline.addresses import loopback
 from paceline.cli.access import directory_of
 from paceline.cli.queues import read_queues
 from paceline.cli.results import JOURNAL, SAMPLES, collect
@@ -31,7 +32,7 @@ from paceline.cli.run_files import RunFiles, files_of
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import DataLoss, PacelineError
-from paceline.local.ports import free_ports, require_free
+from paceline.local.ports import bound, free_ports, require_free
 from paceline.local.tokens import use_run_tokens
 from paceline.report.html import content, document, style_sheet, tips_script
 from paceline.report.journal import read_history
@@ -244,7 +245,7 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
         page = LivePage(config, files, Path(folder))
         app = page_app(page, files.run_id, token)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        address = f"http://127.0.0.1:{door.getsockname()[1]}/?token={token}"
+        address = f"http://{loopback()}:{door.getsockname()[1]}/?token={token}"
         console.print(
             f"live page of {files.run_id}: [bold]{address}[/]; Ctrl-C ends it, not the run",
             highlight=False,
@@ -264,8 +265,10 @@ async def serve_page(run: str | None, settings: Sequence[Path], port: int, conso
 
 def _listening(port: int) -> socket.socket:
     """Where a browser that is quicker than the server waits for it; `port` 0: one that is free."""
-    require_free(f"127.0.0.1:{port}", "--port")
-    return socket.create_server(("127.0.0.1", port or free_ports(1)[0]))
+    require_free(f"{loopback()}:{port}", "--port")
+    listening = bound(loopback().strip("[]"), port or free_ports(1)[0])
+    listening.listen()
+    return listening
 
 
 def _beside(page: LivePage, console: Console) -> list[Coroutine[Any, Any, None]]:

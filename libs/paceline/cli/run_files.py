@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
+from paceline.addresses import loopback
 from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS, ServiceConfig
 from paceline.config.shared import RUN_ID
 from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
@@ -231,8 +232,8 @@ def _placement(files: RunFiles) -> Tree:
     own = os.environ.get("REDIS_URL")
     services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
     ports = iter(free_ports(len(services) + 1))
-    addresses = {name: f"127.0.0.1:{next(ports)}" for name in services}
-    addresses["events"] = f"tcp://127.0.0.1:{next(ports)}"
+    addresses = {name: f"{loopback()}:{next(ports)}" for name in services}
+    addresses["events"] = f"tcp://{loopback()}:{next(ports)}"
     return {
         "run": {"id": files.run_id, "dir": str(files.directory)},
         "redis": dict.fromkeys(("durable_url", "features_url"), own) if own else {},

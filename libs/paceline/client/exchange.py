@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from paceline.addresses import proxied
 from paceline.client.flows import Lost, Send
 from paceline.client.settings import KEEPALIVE_S, MAX_CONNECTIONS, ClientSettings
 from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable
@@ -42,7 +43,24 @@ def http_options(settings: ClientSettings, verify: bool | ssl.SSLContext) -> dic
     Redirects are not followed: they would carry the key away.
     """
     limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S)
-    return {"base_url": settings.base_url, "verify": verify, "limits": limits, "timeout": None}
+    return {
+        "base_url": settings.base_url,
+        "limits": limits,
+        "timeout": None,
+        **direct(settings.base_url, verify),
+    }
+
+
+def direct(url: str, verify: bool | ssl.SSLContext = True) -> dict[str, Any]:
+    """Arguments of httpx's clients by which a URL of this machine is reached without a proxy.
+
+    httpx reads the variables of proxies and those of trusted certificates, or neither.
+    """
+    if proxied(url):
+        return {"verify": verify}
+    if verify is True and url.startswith("https:"):
+        verify = httpx.create_ssl_context()
+    return {"verify": verify, "trust_env": False}
 
 
 def lost_by(error: httpx.RequestError, *, late: bool) -> Lost:

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.addresses import is_loopback
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
 from paceline.local.extras import require_extra
 from paceline.local.patience import patient
 from paceline.local.ports import split_address
 from paceline.local.processes import usable_cores
-from paceline.rpc import is_loopback
 
 AUTO = "auto"
 NAMESPACE = "paceline"
@@ -48,7 +48,7 @@ async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncI
     DeadlineExceeded for one that takes too long.
     """
     require_extra("ray", "--launcher ray")
-    alone = address is None or is_here(address)
+    alone = address is None or is_loopback(address)
     if address not in (None, AUTO):
         await _reached(str(address))
     _use_token(address)
@@ -57,11 +57,6 @@ async def joined(address: str | None, *, allow_insecure: bool = False) -> AsyncI
     ray = _imported(alone=alone)
     async with _connected(ray, address):
         yield ray
-
-
-def is_here(address: str) -> bool:
-    """Whether a cluster keeps to this machine."""
-    return address.rpartition(":")[0] in ("127.0.0.1", "localhost")
 
 
 def _use_token(address: str | None) -> None:

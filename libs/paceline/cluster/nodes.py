@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.addresses import spelled
 from paceline.cluster.keeper import node_address
 from paceline.cluster.pools import Pool
 from paceline.config import AddressesConfig, ServiceConfig
@@ -57,7 +58,7 @@ def addresses(
         for key in filter(None, (spec.address_key, *spec.more_address_keys)):
             scheme, slashes, rest = getattr(before, key).rpartition("//")
             port = rest.rpartition(":")[2]
-            found.append(f"addresses.{key}={scheme}{slashes}{host_of[spec.name]}:{port}")
+            found.append(f"addresses.{key}={scheme}{slashes}{spelled(host_of[spec.name])}:{port}")
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paceline.addresses import loopback
 from paceline.config.base import Config
 
 RUN_ID = r"[a-z0-9-]{1,64}"
@@ -125,17 +126,17 @@ class SecurityConfig(Config):
 class AddressesConfig(Config):
     """Where each service listens: host:port for gRPC and HTTP, a ZeroMQ endpoint for events."""
 
-    coordinator: str = "127.0.0.1:7400"
+    coordinator: str = Field(default_factory=lambda: f"{loopback()}:7400")
     """gRPC of the coordinator."""
-    gateway: str = "127.0.0.1:7401"
+    gateway: str = Field(default_factory=lambda: f"{loopback()}:7401")
     """gRPC of the rollout gateway."""
-    policy_trainer: str = "127.0.0.1:7402"
+    policy_trainer: str = Field(default_factory=lambda: f"{loopback()}:7402")
     """gRPC of the policy trainer."""
-    drafter_trainer: str = "127.0.0.1:7403"
+    drafter_trainer: str = Field(default_factory=lambda: f"{loopback()}:7403")
     """gRPC of the drafter trainer."""
-    events: str = "tcp://127.0.0.1:7405"
+    events: str = Field(default_factory=lambda: f"tcp://{loopback()}:7405")
     """ZeroMQ endpoint on which the coordinator publishes facts."""
-    http: str = "127.0.0.1:7408"
+    http: str = Field(default_factory=lambda: f"{loopback()}:7408")
     """OpenAI-compatible HTTP of the gateway."""
 
 

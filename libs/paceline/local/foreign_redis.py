@@ -6,9 +6,9 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from paceline.addresses import is_loopback
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError
-from paceline.rpc import is_loopback
 from paceline.streams.connection import connect, masters, redis_errors
 from paceline.streams.redis_url import RedisUrl, parse_redis_url, shown
 

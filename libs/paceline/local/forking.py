@@ -23,7 +23,7 @@ from paceline.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.local import forkserver
 from paceline.local.forkserver import ORDER_BYTES, ForkOrder
 from paceline.local.launch import Launch
-from paceline.local.process_directory import process_directory
+from paceline.local.process_directory import socket_directory
 from paceline.local.processes import child_environment
 
 FORKSERVER_VARIABLE = "PACELINE_FORKSERVER"
@@ -209,9 +209,9 @@ def _command(modules: Sequence[str]) -> tuple[str, ...]:
 
 
 def listen() -> socket.socket:
-    """A socket of a forkserver's, in this process's own directory."""
+    """A socket of a forkserver's, in the directory of this process's sockets."""
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(process_directory() / f"forks-{next(_numbers)}"))
+    listening.bind(str(socket_directory() / f"forks-{next(_numbers)}"))
     listening.listen(_WAITING)
     return listening
 

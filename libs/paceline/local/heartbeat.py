@@ -29,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.config.shared import RunConfig
 from paceline.local.patience import patient
-from paceline.local.process_directory import process_directory
+from paceline.local.process_directory import socket_directory
 from paceline.local.processes import HEARTBEAT_VARIABLE, stopped
 
 LIMIT_S = RunConfig().heartbeat_s
@@ -70,7 +70,7 @@ class Heartbeat:
         if not limit_s:
             return
         beat_ms = max(round(limit_s / _BEATS * 1000), 1)
-        self._path = process_directory() / f"beats-{next(_numbers)}"
+        self._path = socket_directory() / f"beats-{next(_numbers)}"
         self.environment = {HEARTBEAT_VARIABLE: f"ipc://{self._path}"}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -11,6 +11,7 @@ from collections import deque
 from functools import cache
 from pathlib import Path
 
+from paceline.addresses import loopback
 from paceline.errors import ConfigError, Unavailable
 from paceline.local.user_directory import user_directory
 
@@ -22,13 +23,13 @@ _held: deque[int] = deque()
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    """A TCP port of the loopback address that was free a moment ago."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports on 127.0.0.1 that were free a moment ago. Raises Unavailable when there
-    are too few.
+    """Different TCP ports of the loopback address that were free a moment ago. Raises Unavailable
+    when there are too few.
 
     They lie below the range that the system gives to outgoing connections, so that none of those
     takes one before its server is up; and no other process of this user is given one of them while
@@ -44,7 +45,7 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
 
     if len(found) < count:
-        raise Unavailable("too few free ports on 127.0.0.1", seen=len(found), allowed=count)
+        raise Unavailable(f"too few free ports on {loopback()}", seen=len(found), allowed=count)
     return found
 
 
@@ -69,9 +70,10 @@ def _locks() -> int:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+    host = loopback().strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
@@ -106,19 +108,38 @@ def require_free(address: str, setting: str) -> None:
     host, port = split_address(address, setting)
     if port == 0:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"{setting} cannot be bound: {error.strerror}", seen=address
-                ) from error
-            raise Unavailable(
-                f"port {port} is in use; stop what listens there or set {setting} to another "
-                f"address",
-                reason="PORT_IN_USE",
-                seen=address,
+    try:
+        bound(host, port).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(
+                f"{setting} cannot be bound: {error.strerror}", seen=address
             ) from error
+        raise Unavailable(
+            f"port {port} is in use; stop what listens there or set {setting} to another address",
+            reason="PORT_IN_USE",
+            seen=address,
+        ) from error
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A TCP socket at the first address of the host that this machine has, IPv4 before IPv6.
+
+    It does not listen yet. Raises OSError where the host has no address here, or the port is taken.
+    """
+    known = loopback().strip("[]") if host == "localhost" else host or None  # None: a wildcard
+    found = socket.getaddrinfo(known, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    failures = []
+    for family, _, _, _, address in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        made = socket.socket(family)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError as error:
+            made.close()
+            failures.append(error)
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            raise
+        return made
+    raise failures[0]

@@ -15,9 +15,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from paceline.local.user_directory import user_directory
+from paceline.local.user_directory import short_directory, user_directory
 
 Remove = Callable[[str], object]
+SOCKET_BYTES = 100
+"""Of the path of a unix socket, at most; the system's own bound is 104 or 108."""
+_SOCKET_NAME_BYTES = 40  # of folders and names below a process's directory
 _ELSEWHERE = "elsewhere"  # links to files that go with the directory
 
 
@@ -27,6 +30,18 @@ def process_directory() -> Path:
     Raises ConfigError where the user's directory is not private, OSError where none can be made.
     """
     return locked_directory(user_directory() / "live")
+
+
+def socket_directory() -> Path:
+    """The directory of this process's sockets: its own directory, or another one like it with a
+    short path where that would make the path of a socket longer than the system takes.
+
+    Raises as process_directory, and ConfigError where no short path is private.
+    """
+    own = process_directory()
+    if len(os.fsencode(own)) + _SOCKET_NAME_BYTES <= SOCKET_BYTES:
+        return own
+    return locked_directory(short_directory() / "live")
 
 
 def sweep_with_us(path: Path) -> None:

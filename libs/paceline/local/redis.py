@@ -29,14 +29,16 @@ from urllib.parse import quote, urlsplit
 
 from redis.exceptions import RedisError
 
+from paceline.addresses import loopback, spelled
 from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.foreign_redis import check_url, on_this_machine
 from paceline.local.owner import own
 from paceline.local.ports import require_free
+from paceline.local.process_directory import SOCKET_BYTES
 from paceline.local.processes import die_with_parent, keep_files_private
 from paceline.local.tokens import read_or_make
-from paceline.local.user_directory import user_directory
+from paceline.local.user_directory import short_directory
 from paceline.streams.connection import connect, masters
 from paceline.streams.redis_url import shown
 
@@ -49,8 +51,6 @@ _ALLOWED = "~* &* +@all -@admin -@dangerous +info"
 REPLICAOF, MIGRATE, ACL, SAVE, FLUSHALL, SHUTDOWN.
 """
 _PORT = 6379  # of a URL without one
-_SOCKET_BYTES = 100
-"""The system's own bound is 104 or 108."""
 
 
 def find_redis_server() -> Path:
@@ -87,10 +87,10 @@ class RedisLauncher:
         socket.
         """
         path = self.directory / "redis.sock"
-        if len(os.fsencode(path)) <= _SOCKET_BYTES:
+        if len(os.fsencode(path)) <= SOCKET_BYTES:
             return path
         name = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:16]
-        return user_directory() / f"redis-{name}.sock"
+        return short_directory() / f"redis-{name}.sock"
 
     @property
     def address(self) -> tuple[str, str] | None:
@@ -98,7 +98,7 @@ class RedisLauncher:
         if not self.given_url:
             return None
         parts = urlsplit(self.given_url)
-        return f"{parts.hostname}:{parts.port or _PORT}", f"redis.{self.role}_url"
+        return f"{spelled(str(parts.hostname))}:{parts.port or _PORT}", f"redis.{self.role}_url"
 
     @property
     def url(self) -> str:
@@ -125,7 +125,9 @@ class RedisLauncher:
         if self.given_url:
             parts = urlsplit(self.given_url)
             digest = hashlib.sha256(self._password().encode()).hexdigest()
-            lines += [f"bind {parts.hostname}", f"port {parts.port or _PORT}"]
+            # The server itself looks for an IPv4 address of a name alone.
+            host = loopback().strip("[]") if parts.hostname == "localhost" else parts.hostname
+            lines += [f"bind {host}", f"port {parts.port or _PORT}"]
             lines += [f"user default on #{digest} {_ALLOWED}"]
         else:
             lines += ["port 0", f"unixsocket {_quoted(self.socket)}", "unixsocketperm 700"]

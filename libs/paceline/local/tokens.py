@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.addresses import is_loopback
 from paceline.errors import ConfigError
 from paceline.local.processes import exists
 from paceline.local.user_directory import user_directory
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.config import ServiceConfig
 
 OPERATOR, AGENT = "operator", "agent"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def use_run_tokens(config: ServiceConfig) -> None:
@@ -94,8 +94,8 @@ def token_at(address: str) -> str:
 
 
 def _loopback_port(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return port if host.strip("[]") in _LOOPBACK and port.isdecimal() and int(port) else ""
+    port = address.rpartition(":")[2]
+    return port if is_loopback(address) and port.isdecimal() and int(port) else ""
 
 
 def read_or_make(path: Path) -> str:

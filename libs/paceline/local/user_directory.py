@@ -13,6 +13,8 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
+_SHORT_PLACES = ("/tmp", "/dev/shm", "/run/user/{}")  # noqa: S108  # checked by _is_ours
+
 
 def user_directory() -> Path:
     """`<temporary directory>/paceline-<uid>`; made with mode 0700 where it is absent.
@@ -23,6 +25,28 @@ def user_directory() -> Path:
     somebody waits for what we would write there.
     """
     return _made(Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}", 0o700)
+
+
+def short_directory() -> Path:
+    """A directory of this user alone with a short path, for sockets, whose paths are bounded.
+
+    It is `paceline-<uid>` in /tmp, /dev/shm or the user's runtime directory, the first of these
+    where this user can have one; made with mode 0700 where it is absent. $TMPDIR does not change
+    it, so that all processes of this user find the same one. Raises ConfigError where there is
+    none.
+    """
+    refused = []
+    for place in _SHORT_PLACES:
+        try:
+            return _made(Path(place.format(os.getuid())) / f"paceline-{os.getuid()}", 0o700)
+        except (OSError, ConfigError) as error:
+            refused.append(str(error))
+    raise ConfigError(
+        "no directory with a short path can hold sockets",
+        reason="NOT_PRIVATE",
+        seen="; ".join(refused),
+        allowed=f"a place of this user alone in one of {', '.join(_SHORT_PLACES)}",
+    )
 
 
 def enterable_directory() -> Path:

@@ -24,7 +24,7 @@ from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
-from paceline.local.process_directory import process_directory
+from paceline.local.process_directory import socket_directory
 from paceline.local.processes import (
     LOOPBACK,
     die_with_parent,
@@ -219,9 +219,7 @@ class RankGroup:
         return self._socket
 
     def _bind(self) -> None:
-        # A path of an ipc socket is limited to about 100 characters: it cannot lie in the run
-        # directory.
-        self._folder = tempfile.mkdtemp(prefix="r-", dir=process_directory())
+        self._folder = tempfile.mkdtemp(prefix="r-", dir=socket_directory())
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -6,7 +6,7 @@ Owns transport, security, errors and fencing, no service.
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
 from paceline.rpc.epochs import EPOCHS, EpochGuard, Track, check_run, leased
 from paceline.rpc.malloc import set_malloc_thresholds
-from paceline.rpc.security import check_events, is_loopback, names_loopback, scope_of
+from paceline.rpc.security import check_events, names_loopback, scope_of
 from paceline.rpc.server import Server
 from paceline.rpc.status import error_from_rpc, rpc_errors
 
@@ -19,7 +19,6 @@ __all__ = [
     "check_events",
     "check_run",
     "error_from_rpc",
-    "is_loopback",
     "leased",
     "names_loopback",
     "responses",

@@ -20,6 +20,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 
+from paceline.addresses import proxied
 from paceline.config import SecurityConfig
 from paceline.errors import Unavailable
 from paceline.rpc.security import AUTHORIZATION, channel_credentials, check_security
@@ -47,7 +48,7 @@ def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     """
     check_security(address, security)
     credentials = channel_credentials(security)
-    options = _options()
+    options = _options(address)
     if credentials is None:
         inner = grpc.aio.insecure_channel(address, options=options)
     else:
@@ -108,8 +109,9 @@ async def responses(call: Any) -> AsyncGenerator[Any]:
         call.cancel()
 
 
-def _options() -> list[tuple[str, Any]]:
+def _options(address: str) -> list[tuple[str, Any]]:
     return [
+        ("grpc.enable_http_proxy", int(proxied(address))),
         ("grpc.max_receive_message_length", MESSAGE_CAP),
         ("grpc.keepalive_time_ms", 15_000),
         ("grpc.keepalive_timeout_ms", 20_000),

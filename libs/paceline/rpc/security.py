@@ -7,7 +7,6 @@ say so.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from paceline.addresses import is_loopback
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError
 from paceline.rpc.status import NOT_ALLOWED, UNAUTHENTICATED
@@ -34,21 +34,6 @@ class Scope(StrEnum):
     OPERATOR = "operator"
 
 
-def is_loopback(address: str) -> bool:
-    """Whether `host:port`, `[ipv6]:port` or `unix:path` stays on this machine; names other than
-    localhost do not.
-    """
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 @lru_cache(maxsize=64)
 def names_loopback(host: str) -> bool:
     """Whether the Host header of an HTTP request names this machine: another name that resolves to
@@ -56,7 +41,7 @@ def names_loopback(host: str) -> bool:
     """
     if host.startswith("unix:"):
         return False  # unix:80 is a machine called unix here, no socket of ours
-    return is_loopback(host if ":" in host.rpartition("]")[2] else f"{host}:0")
+    return is_loopback(host)
 
 
 def check_security(address: str, security: SecurityConfig) -> None:

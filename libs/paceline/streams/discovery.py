@@ -16,6 +16,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from paceline.addresses import spelled
 from paceline.errors import ConfigError
 from paceline.streams.redis_url import Address, RedisUrl
 
@@ -54,7 +55,7 @@ class SentinelMasters:
                 watched = await client.sentinel_masters()
             except AuthenticationError as error:
                 raise ConfigError(
-                    f"the Sentinel at {host}:{port} lets nobody in like this: {error}",
+                    f"the Sentinel at {spelled(host)}:{port} lets nobody in like this: {error}",
                     seen=str(self._url),
                     allowed="sentinel_password=... behind the ? of the URL",
                 ) from error
@@ -64,7 +65,7 @@ class SentinelMasters:
                 continue
             except ResponseError as error:
                 raise ConfigError(
-                    f"the Redis at {host}:{port} is no Sentinel: {error}",
+                    f"the Redis at {spelled(host)}:{port} is no Sentinel: {error}",
                     seen=str(self._url),
                     allowed="addresses of Sentinels; a single server goes without +sentinel",
                 ) from error

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from redis.asyncio.connection import parse_url
 
+from paceline.addresses import spelled
 from paceline.errors import ConfigError
 
 Address = tuple[str, int]
@@ -50,7 +51,7 @@ class RedisUrl:
     def __str__(self) -> str:
         if self.socket:
             return str(self.settings.get("path"))
-        where = ",".join(f"{host}:{port}" for host, port in self.addresses)
+        where = ",".join(f"{spelled(host)}:{port}" for host, port in self.addresses)
         match self.kind:
             case "server":
                 return where

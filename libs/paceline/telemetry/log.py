@@ -10,6 +10,13 @@ import structlog
 from opentelemetry.trace import get_current_span
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+_EXPORTS = (
+    "opentelemetry.exporter",
+    "opentelemetry.sdk._shared_internal",
+    "opentelemetry.sdk.metrics._internal.export",
+)
+"""Loggers of OpenTelemetry that write about exports."""
+
 
 def get_logger(name: str) -> FilteringBoundLogger:
     """A logger whose lines carry `source=name`; usable before `configure_log`."""
@@ -55,7 +62,28 @@ def configure_log(service: str, level: str, as_json: bool, export: Processor | N
     )
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(formatter)
+    output.addFilter(OneFailedExport())
     logging.basicConfig(handlers=[output], level=max(numeric, logging.WARNING), force=True)
+
+
+class OneFailedExport(logging.Filter):
+    """Passes one record about exports that fail, as a warning without a traceback: OpenTelemetry
+    writes several for each signal every few seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        if not record.name.startswith(_EXPORTS):
+            return True
+        first, self._passed = not self._passed, True
+        if first:
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return first
 
 
 def add_source(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

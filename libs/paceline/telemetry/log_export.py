@@ -32,10 +32,10 @@ OWN = "opentelemetry"
 """Its own records stay here: one about a failed export would be exported next."""
 
 
-def otlp_logs(resource: Resource) -> LoggerProvider:
-    """Exports to OTEL_EXPORTER_OTLP_ENDPOINT over gRPC."""
+def otlp_logs(resource: Resource, exporter: OTLPLogExporter) -> LoggerProvider:
+    """A provider whose records go to the exporter."""
     provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
+    provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
     return provider
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from paceline.addresses import proxied
 from paceline.config.shared import TelemetryConfig
 from paceline.errors import NotFound
 from paceline.telemetry.log import configure_log
@@ -15,6 +16,7 @@ from paceline.telemetry.trace import use_tracer
 from paceline.telemetry.unexported import UnexportedSpans, new_span_id, new_trace_id
 
 if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.grpc.exporter import OTLPExporterMixin
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
@@ -25,12 +27,17 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of `prometheus_page`."""
 
 
+SHUTDOWN_S = 2.0
+"""Seconds that `shutdown` waits for a collector, all signals together."""
+
+
 class _Running:
     """Providers between `setup` and `shutdown`, and where metrics wait for `prometheus_page`."""
 
     providers: (
         tuple[SdkTracerProvider | UnexportedSpans, MeterProvider, LoggerProvider | None] | None
     ) = None
+    exporters: tuple[OTLPExporterMixin[Any, Any, Any, Any], ...] = ()
     registry: CollectorRegistry | None = None
     ended: tuple[str, int] = ("", 0)  # name of the last span, and when in ns since the epoch
 
@@ -54,20 +61,29 @@ def setup(service: str, config: TelemetryConfig) -> None:
 
 
 def shutdown() -> None:
-    """Write out what is queued and stop the exporters; nothing happens without a `setup` before."""
+    """Write out what is queued and stop the exporters; nothing happens without a `setup` before.
+
+    A collector that does not answer is given up after SHUTDOWN_S seconds, one that refuses the
+    connection at once.
+    """
     if _Running.providers is None:
         return
     from opentelemetry.metrics import NoOpMeterProvider
     from opentelemetry.trace import NoOpTracerProvider
 
-    traces, metrics, logs = _Running.providers
+    providers, exporters = _Running.providers, _Running.exporters
     _Running.providers = _Running.registry = None
+    _Running.exporters = ()
     use_tracer(NoOpTracerProvider())
     use_meter(NoOpMeterProvider())
-    traces.shutdown()
-    metrics.shutdown()
-    if logs is not None:
-        logs.shutdown()
+    stops = [provider.shutdown for provider in providers if provider is not None]
+    if not exporters:
+        for stop in stops:
+            stop()
+        return
+    from paceline.telemetry.exporters import stop_in_time
+
+    stop_in_time(stops, exporters, SHUTDOWN_S)
 
 
 def last_span() -> tuple[str, float]:
@@ -98,9 +114,13 @@ def _logs(service: str, config: TelemetryConfig, resource: Resource) -> LoggerPr
     if not _otlp_wanted("LOGS"):
         configure_log(service, config.log_level, config.log_json)
         return None
+    from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
+
     from paceline.telemetry.log_export import exporting, otlp_logs
 
-    provider = otlp_logs(resource)
+    exporter = OTLPLogExporter(channel_options=_channel_options("LOGS"))
+    _Running.exporters += (exporter,)
+    provider = otlp_logs(resource, exporter)
     configure_log(service, config.log_level, config.log_json, exporting(provider))
     return provider
 
@@ -142,7 +162,9 @@ def _traces(
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        exporter = OTLPSpanExporter(channel_options=_channel_options("TRACES"))
+        _Running.exporters += (exporter,)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
 
     return provider
 
@@ -160,7 +182,9 @@ def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
     if _otlp_wanted("METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+        exporter = OTLPMetricExporter(channel_options=_channel_options("METRICS"))
+        _Running.exporters += (exporter,)
+        readers.append(PeriodicExportingMetricReader(exporter))
     if config.prometheus:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry
@@ -173,7 +197,15 @@ def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
 
 
 def _otlp_wanted(signal: str) -> bool:
-    return bool(
-        os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-        or os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
-    )
+    return bool(_endpoint(signal))
+
+
+def _endpoint(signal: str) -> str:
+    """Where the variables send a signal; "" where they name no endpoint."""
+    own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT", "")
+    return own or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+
+
+def _channel_options(signal: str) -> Any:
+    """Of gRPC, for the exporter of a signal: a collector on this machine needs no proxy."""
+    return (("grpc.enable_http_proxy", int(proxied(_endpoint(signal)))),)

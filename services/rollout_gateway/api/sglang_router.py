@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from paceline.client.exchange import direct
 from paceline.errors import ConfigError
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.config import GatewayConfig
@@ -68,7 +69,8 @@ class RouterEntry:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._workers = settings.router.rstrip("/") + "/workers"
         authorities = ssl.create_default_context(cafile=config.security.tls_ca or None)
-        self._client = httpx.AsyncClient(timeout=CALL_S, headers=headers, verify=authorities)
+        options = direct(settings.router, authorities)
+        self._client = httpx.AsyncClient(timeout=CALL_S, headers=headers, **options)
         self._task: asyncio.Task[None] | None = None
         self._said = ""  # what went wrong last, told once
 

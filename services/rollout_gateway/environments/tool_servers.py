@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from paceline.client.exchange import direct
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.background import background, cancel
@@ -142,7 +143,9 @@ class ToolServer:
             ) from error
         if self._config.url:
             async with (
-                AsyncClient(headers=self._headers(), timeout=None) as http,  # ours are shorter
+                AsyncClient(  # deadlines of this class are shorter
+                    headers=self._headers(), timeout=None, **direct(self._config.url)
+                ) as http,
                 Client(streamable_http_client(self._config.url, http_client=http)) as client,
             ):
                 yield client

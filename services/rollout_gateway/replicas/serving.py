@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.local.forking import Forker
-from paceline.local.process_directory import process_directory
+from paceline.local.process_directory import process_directory, socket_directory
 from paceline.local.processes import open_many_files, usable_cores
 from paceline.local.tokens import example_call
 from paceline.rpc import EPOCHS, EpochGuard, Server
@@ -81,12 +81,13 @@ async def running(config: GatewayConfig, forker: Forker | None = None) -> AsyncI
 async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     _ = config.model_dir  # refused before anything starts
     check_cores(config, usable_cores())
-    files = Path(
-        stack.enter_context(tempfile.TemporaryDirectory(prefix="r-", dir=process_directory()))
+    files, sockets = (
+        Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="r-", dir=parent)))
+        for parent in (process_directory(), socket_directory())
     )
     directory = config.spool or files / "spool"
     spool = open_spool(Spool, directory, config)
-    fleet = ReplicaFleet(config, places(config, directory, files), directory, files)
+    fleet = ReplicaFleet(config, places(config, directory, sockets), directory, files)
     weights = ReplicaWeights(fleet, spool)
     routing, aside = SessionRouting(fleet), LargeRequests()
     stack.callback(aside.stop)

@@ -11,6 +11,7 @@ import json
 
 import httpx
 
+from paceline.client.exchange import direct
 from paceline.client.flows import retry_after_s
 from paceline.client.settings import Backoff
 from paceline.errors import ConfigError, Unavailable
@@ -54,6 +55,7 @@ class RemoteReward:
             timeout=config.deadline_s,
             limits=limits,
             headers={"content-type": "application/json", **authorization},
+            **direct(config.url),
         )
 
     async def score(self, episode: Episode) -> float | None:

@@ -16,7 +16,7 @@ import zmq
 from paceline.local.extras import require_extra
 from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat
-from paceline.local.process_directory import process_directory
+from paceline.local.process_directory import socket_directory
 from paceline.local.processes import core_numbers, describe_exit
 from paceline.services.rollout_gateway.background import background, cancel
 from paceline.services.rollout_gateway.engine_config import EngineConfig
@@ -186,7 +186,7 @@ class LocalWorkers:
         GPU.
         """
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=process_directory()))
+            self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=socket_directory()))
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
         config = self._config

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.addresses import spelled
 from paceline.config import SecurityConfig
 from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.patience import patient
@@ -87,7 +88,7 @@ class SpoolCopies(WorkerHostServiceServicer):
         async with self._one:
             if self._server is None and self._security is not None:
                 own, _ = way_to(gateway)
-                own = f"[{own}]" if ":" in own else own
+                own = spelled(own)
                 self._server = Server(f"{own}:0", self._security)
                 self._server.add(add_WorkerHostServiceServicer_to_server, self, SERVICE)
                 self._address = f"{own}:{await self._server.start()}"

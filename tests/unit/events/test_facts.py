@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq.auth
+from ipv6 import LOOPBACK_HOSTS
 
 from paceline.errors import ConfigError, DeadlineExceeded
 from paceline.events import FactPublisher, FactSubscriber
@@ -45,6 +46,18 @@ async def _connected(publisher: FactPublisher, subscriber: FactSubscriber) -> Fa
         except DeadlineExceeded:
             continue
     raise AssertionError("the subscriber never heard the publisher")
+
+
+@pytest.mark.parametrize("host", LOOPBACK_HOSTS)
+async def test_facts_pass_over_ipv4_and_ipv6(host: str) -> None:
+    with (
+        FactPublisher(f"tcp://{host}:*", "run-a") as publisher,
+        FactSubscriber(publisher.address, "run-a", Gaps().note) as subscriber,
+    ):
+        assert await _connected(publisher, subscriber)
+        port = publisher.address.rpartition(":")[2]
+        with FactSubscriber(f"tcp://{host}:{port}", "run-a", Gaps().note) as by_name:
+            assert await _connected(publisher, by_name)
 
 
 async def test_facts_arrive_numbered_and_in_order(publisher: FactPublisher, address: str) -> None:

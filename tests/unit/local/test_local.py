@@ -19,7 +19,7 @@ from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved
 from paceline.local.services import SERVICES, service
 from paceline.local.supervisor import in_order, run_launches
-from paceline.local.user_directory import user_directory
+from paceline.local.user_directory import short_directory
 from paceline.services.rollout_gateway.engines import ENGINES
 
 NOBODY = "/nonexistent"
@@ -134,11 +134,11 @@ def test_without_a_url_each_role_has_a_socket_in_the_runs_directory(tmp_path: Pa
     assert resolved(resolved(config)) == resolved(config)
 
 
-def test_a_path_too_long_for_a_socket_gives_one_in_the_users_directory(tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_gives_one_in_the_short_directory(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)
     sockets = {RedisLauncher(role, long / role).socket for role in ("durable", "features")}
     assert len(sockets) == 2
-    assert {each.parent for each in sockets} == {user_directory()}
+    assert {each.parent for each in sockets} == {short_directory()}
 
 
 def test_a_port_of_ours_has_a_random_password_in_a_private_file(tmp_path: Path) -> None:

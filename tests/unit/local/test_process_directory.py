@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from paceline.local.patience import patient
+from paceline.local.process_directory import SOCKET_BYTES
 
 CHILD = """
 import pathlib, sys
@@ -85,3 +89,33 @@ def test_those_that_start_at_once_sweep_nothing_that_lives(start: Start) -> None
     found = {own(child) for child in starting}
     assert len(found) == 6
     assert found == set(next(iter(found)).parent.iterdir())
+
+
+SOCKETS = """
+from paceline.local.process_directory import process_directory, socket_directory
+print(process_directory())
+print(socket_directory(), flush=True)
+assert socket_directory().stat().st_mode & 0o777 == 0o700
+"""
+LONGEST_NAME = "sglang-12345678/tmp12345678"
+
+
+@pytest.mark.parametrize("length", [30, 36, 37, 69, 79, 120])
+def test_sockets_have_short_paths_wherever_tmpdir_is(length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:  # its length counts
+        temporary = Path(short) / ("x" * (length - len(short) - 1))
+        temporary.mkdir()
+        child = subprocess.run(
+            [sys.executable, "-c", SOCKETS],
+            env={**os.environ, "TMPDIR": str(temporary)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=patient(20),
+        )
+    own, sockets = map(Path, child.stdout.split())
+    assert own.is_relative_to(temporary)
+    assert len(str(sockets / LONGEST_NAME)) <= SOCKET_BYTES
+    if len(str(own / LONGEST_NAME)) <= 70:
+        assert sockets == own
+    assert not sockets.exists()

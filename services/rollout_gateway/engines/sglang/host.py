@@ -18,11 +18,12 @@ from typing import Any
 
 import psutil
 
+from paceline.addresses import loopback
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.heartbeat import answer_beats
 from paceline.local.memory_plan import check_experts
 from paceline.local.ports import free_ports
-from paceline.local.process_directory import process_directory, sweep_with_us
+from paceline.local.process_directory import process_directory, socket_directory, sweep_with_us
 from paceline.local.processes import LOOPBACK_ONLY, PARENT_VARIABLE, die_with_parent
 from paceline.models.config import read_config, read_config_json
 from paceline.services.rollout_gateway.engines.sglang.hook_points import RELEASES
@@ -223,7 +224,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
 
     values = arguments(complete, worker_index=worker.place, cuda=cuda)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), **rendezvous(folder, values["nccl_port"])}
-    tempfile.tempdir = str(folder)  # where this process names the sockets of SGLang's parts
+    tempfile.tempdir = str(socket_directory())  # SGLang names the sockets of its parts there
     from paceline.services.rollout_gateway.engines.sglang.schedulers import SchedulersAlone
 
     engine = SchedulersAlone(**values)
@@ -241,7 +242,7 @@ def rendezvous(folder: Path, nccl_port: int) -> dict[str, str]:
     """
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/store",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": loopback().strip("[]"),
         "MASTER_PORT": str(nccl_port),
         **LOOPBACK_ONLY,
     }

@@ -279,6 +279,14 @@ async def test_a_url_where_no_server_is_is_refused_before_the_run(
         await far.toolbox(url=elsewhere).tools()
 
 
+async def test_a_server_on_this_machine_is_reached_without_a_proxy(
+    far: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert "price" in await far.toolbox().tools()
+
+
 async def test_a_server_that_does_not_start_in_time_is_late_each_time_it_is_asked() -> None:
     silent = (sys.executable, "-c", "import time; time.sleep(60)")
     settings = ToolServerConfig(command=silent, deadline_s=0.3)

@@ -1,0 +1,84 @@
+"""Decides which addresses stay on this machine, and spells its loopback address."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+_LOOPBACKS = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `host:port`, `[ipv6]:port` or `unix:path` stays on this machine; of names only
+    localhost does. The port may be absent.
+    """
+    if address.startswith("unix:"):
+        return True
+    host = _host(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def proxied(address: str) -> bool:
+    """Whether the proxy variables apply to `host:port`, `[ipv6]:port`, `unix:path` or a URL.
+
+    They apply to other hosts alone. A connection to 0.0.0.0 or [::] reaches this machine too.
+    """
+    place = address
+    if "://" in address and not address.startswith("unix:"):
+        place = urlsplit(address).netloc.rpartition("@")[2]
+    if is_loopback(place):
+        return False
+    try:
+        return not ipaddress.ip_address(_host(place)).is_unspecified
+    except ValueError:
+        return True
+
+
+def loopback() -> str:
+    """The host of this machine's loopback as `host:port` spells it: 127.0.0.1, or [::1] where that
+    is the only one.
+    """
+    for family, host in _LOOPBACKS:
+        try:
+            with socket.socket(family) as probe:
+                probe.bind((host, 0))
+        except OSError:  # this host lacks the address or the family
+            continue
+        return spelled(host)
+    return _LOOPBACKS[0][1]  # its first use names the fault
+
+
+def spelled(host: str) -> str:
+    """A host as `host:port` and URLs spell it: an IPv6 address stands in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def needs_ipv6(address: str) -> bool:
+    """Whether sockets of `host:port` have to be IPv6: its host is an IPv6 address or a name
+    without an IPv4 address; or it is the wildcard `*`, and this machine has no IPv4 loopback.
+    """
+    host = _host(address)
+    if host == "*":
+        return loopback() != "127.0.0.1"
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return not _has_ipv4(host)
+
+
+def _has_ipv4(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None, socket.AF_INET))
+    except OSError:
+        return False
+
+
+def _host(address: str) -> str:
+    has_port = ":" in address.rpartition("]")[2]
+    return (address.rpartition(":")[0] if has_port else address).strip("[]").lower()
