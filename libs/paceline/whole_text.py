@@ -1,4 +1,6 @@
-"""Finds and mends text that UTF-8 cannot spell: half of a surrogate pair, as JSON's escapes bring."""
+"""Finds and mends text that UTF-8 cannot spell: it holds half of a surrogate pair, which an escape
+of JSON can bring.
+"""
 
 from __future__ import annotations
 

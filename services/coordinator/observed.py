@@ -89,7 +89,11 @@ class ObservedRun:
 
 
 def _note_samples(details: Mapping[str, object]) -> None:
-    for outcome in ("scored", "unscored"):
-        count = details.get(outcome)
+    unscored = details.get(events.UNSCORED)
+    counts = {
+        "scored": details.get("scored"),
+        **(unscored if isinstance(unscored, Mapping) else {}),
+    }
+    for outcome, count in counts.items():
         if isinstance(count, int) and count:
             metrics.SAMPLES.record(count, outcome=outcome)
