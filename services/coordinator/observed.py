@@ -90,10 +90,8 @@ class ObservedRun:
 
 def _note_samples(details: Mapping[str, object]) -> None:
     unscored = details.get(events.UNSCORED)
-    counts = {
-        "scored": details.get("scored"),
-        **(unscored if isinstance(unscored, Mapping) else {}),
-    }
+    others = unscored if isinstance(unscored, Mapping) else {}
+    counts = {"scored": details.get("scored"), **others}
     for outcome, count in counts.items():
         if isinstance(count, int) and count:
             metrics.SAMPLES.record(count, outcome=outcome)

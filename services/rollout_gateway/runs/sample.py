@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,8 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
 log = get_logger(__name__)
+_NOT_IN_NAMES = re.compile(r"[/%\x00-\x1f]")
+"""Characters of a task's id that a session's name, a part of a URL's path, does not hold."""
 EXTERNAL = "external"
 """The environment in which agents from outside claim the tasks."""
 AGENT = "agent"
@@ -56,7 +59,8 @@ class Job:
     @property
     def session_id(self) -> str:
         """Fixed by what is asked, so that a repeated call means the same branch."""
-        return f"{self.request.context.step}-{self.task.task_id}-{self.sample_index}"
+        task_id = _NOT_IN_NAMES.sub(lambda odd: f"%{ord(odd[0]):02X}", self.task.task_id)
+        return f"{self.request.context.step}-{task_id}-{self.sample_index}"
 
     @property
     def trains(self) -> bool:
