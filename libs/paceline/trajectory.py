@@ -228,7 +228,7 @@ def is_reward(value: object) -> bool:
     """Whether a value can be a reward: a real number that is neither NaN nor infinite nor beyond
     LARGEST_REWARD.
     """
-    return isinstance(value, Real) and bool(abs(value) <= LARGEST_REWARD)
+    return isinstance(value, Real) and -value <= LARGEST_REWARD and value <= LARGEST_REWARD
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:

@@ -294,6 +294,10 @@ async def test_samples_that_failed_are_counted_and_shown_in_status_and_report(
     assert total_unscored(records) == {"failed": 6}  # a row of the report's table
 
 
+def _damage(file: Path) -> None:
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
 async def test_a_task_file_that_is_damaged_while_a_run_goes_on_ends_it_with_the_line(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -301,8 +305,7 @@ async def test_a_task_file_that_is_damaged_while_a_run_goes_on_ends_it_with_the_
         config = config_of(overrides(peers, redis_url, tmp_path, steps=2))
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        file = Path(config.tasks_path)
-        file.write_bytes(b"\xff" * file.stat().st_size)
+        _damage(Path(config.tasks_path))
         script.released.set()
         with pytest.raises(RunFailed, match=r"line \d+: not a JSON object in UTF-8"):
             await run

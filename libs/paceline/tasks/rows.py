@@ -68,7 +68,7 @@ class JsonLines:
     def record(self, index: int) -> Record:
         raw = os.pread(self._opened.fileno(), self._sizes[index], self._starts[index])
         try:
-            record = _json(raw.decode("utf-8"))
+            record = read_json(raw)
         except (ValueError, RecursionError) as error:
             raise TaskFileError(
                 f"{self.place(index)}: not a JSON object in UTF-8 ({error})", seen=raw[:80]
@@ -77,19 +77,22 @@ class JsonLines:
             raise TaskFileError(
                 f"{self.place(index)}: not a JSON object", seen=raw[:80], allowed="a JSON object"
             )
-        _check_values(self.place(index), record)
+        check_values(self.place(index), record)
         return record
 
     def __iter__(self) -> Iterator[Record]:
         return map(self.record, range(len(self)))
 
 
-def _json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for NaN, for numbers beyond a float and for
-    an object that holds a key twice; RecursionError.
+def read_json(raw: bytes) -> Any:
+    """The value of a JSON text in UTF-8. Raises ValueError, also for NaN, for numbers beyond a
+    float and for an object that holds a key twice; RecursionError.
     """
     return json.loads(
-        text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_distinct
+        raw.decode("utf-8"),
+        parse_constant=_no_number,
+        parse_float=_finite,
+        object_pairs_hook=_distinct,
     )
 
 
@@ -111,7 +114,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_values(place: str, record: Record) -> None:
+def check_values(place: str, record: Record) -> None:
     """Refuses a text that UTF-8 cannot spell and values that are nested too deep.
 
     Raises TaskFileError naming the field, such as `metadata.tests[2]`.
