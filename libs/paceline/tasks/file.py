@@ -15,6 +15,7 @@ from typing import overload
 
 import numpy as np
 
+from paceline.errors import PacelineError
 from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
 from paceline.tasks.rows import JsonLines, Rows
 from paceline.tasks.task import Task, TaskFileError
@@ -116,9 +117,11 @@ def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
 
 
 def _keeps(place: str, keep: Keep, task: Task) -> bool:
-    """Raises TaskFileError for whatever a user's filter raises."""
+    """Raises an error of Paceline as the filter raises it, TaskFileError for any other."""
     try:
         return keep(task)
+    except PacelineError:
+        raise
     except Exception as error:
         raise TaskFileError(
             f"{place}: the task filter raised {type(error).__name__}: {error}", seen=task.task_id
