@@ -228,7 +228,9 @@ def is_reward(value: object) -> bool:
     """Whether a value can be a reward: a real number that is neither NaN nor infinite nor beyond
     LARGEST_REWARD.
     """
-    return isinstance(value, Real) and -value <= LARGEST_REWARD and value <= LARGEST_REWARD
+    if not isinstance(value, Real):
+        return False
+    return bool(value <= LARGEST_REWARD) and not value < -LARGEST_REWARD
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:
