@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Self
 
+from paceline.whole_text import whole_text
+
 
 class PacelineError(Exception):
     """Base of all errors; `str()` is a whole sentence with the value seen and the values
@@ -44,10 +46,10 @@ class PacelineError(Exception):
         allowed: object = None,
         retry_after_s: float | None = None,  # seconds; None where nobody knows
     ) -> None:
-        self.message = message
+        self.message = whole_text(message)  # it crosses wires and files in UTF-8
         self.retry_after_s = retry_after_s
-        self.seen = None if seen is None else str(seen)
-        self.allowed = None if allowed is None else str(allowed)
+        self.seen = None if seen is None else whole_text(str(seen))
+        self.allowed = None if allowed is None else whole_text(str(allowed))
         if reason is not None:
             self.reason = reason
         super().__init__(self._sentence())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import zip_longest
+from numbers import Real
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -223,9 +224,13 @@ class Trajectory:
         return sum(self.loss_mask)
 
 
-def is_reward(value: float) -> bool:
-    """Whether a number can be a reward: NaN, infinity and what is beyond LARGEST_REWARD cannot."""
-    return abs(value) <= LARGEST_REWARD
+def is_reward(value: object) -> bool:
+    """Whether a value can be a reward: a real number that is neither NaN nor infinite nor beyond
+    LARGEST_REWARD.
+    """
+    if not isinstance(value, Real):
+        return False
+    return bool(value <= LARGEST_REWARD) and not value < -LARGEST_REWARD
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:

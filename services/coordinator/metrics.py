@@ -45,7 +45,8 @@ SAMPLES = Counter(
     "paceline.coordinator.samples",
     "{sample}",
     ("outcome",),
-    "that ended in rollouts; outcome: scored or unscored",
+    "that ended in rollouts; outcome: scored, or without a reward: unscored, aborted, or failed, "
+    "where a task, an environment or a reward was at fault",
 )
 TRAJECTORIES = Gauge(
     "paceline.coordinator.trajectories",

@@ -89,7 +89,9 @@ class ObservedRun:
 
 
 def _note_samples(details: Mapping[str, object]) -> None:
-    for outcome in ("scored", "unscored"):
-        count = details.get(outcome)
+    unscored = details.get(events.UNSCORED)
+    others = unscored if isinstance(unscored, Mapping) else {}
+    counts = {"scored": details.get("scored"), **others}
+    for outcome, count in counts.items():
         if isinstance(count, int) and count:
             metrics.SAMPLES.record(count, outcome=outcome)

@@ -11,6 +11,7 @@ import grpc
 from paceline.errors import FailedPrecondition, InvalidInput, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
+from paceline.report.solved import total_unscored
 from paceline.rpc import Server, check_events
 from paceline.rpc.progress import add_progress
 from paceline.services.coordinator.calls.peers import Peers
@@ -72,6 +73,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             ranks_wanted=state.resharding.ranks,
             ranks=state.resharding.had,
             ranks_failure=state.resharding.failure,
+            samples_unscored=total_unscored(records.finished),
         )
 
     async def ListSteps(

@@ -79,6 +79,7 @@ class Script:
     deaf_to_preempt: bool = False
     slow_to_attach: bool = False
     unscored: frozenset[tuple[int, int]] = frozenset()  # (task index, sample index) of every step
+    unscored_ends: str = "stop"  # how these end
     open_sizes: tuple[int, ...] = ()  # sessions of the groups that agents bring to every step
     hold_policy_step: int | None = None  # the first training of this step never ends
     policy_failures: int = 0
@@ -279,6 +280,8 @@ class Gateway(RolloutServiceServicer):
                 sample = _sample(
                     task, index, scored=not (train and (task.task_index, index) in script.unscored)
                 )
+                if not sample.HasField("reward"):
+                    sample.finish_reason = f"FINISH_REASON_{script.unscored_ends.upper()}"
                 if task.group_id in script.equal:
                     sample.reward.value = 0.0
                 yield sample

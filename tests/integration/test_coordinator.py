@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 from certificates import authority
+from google.protobuf.json_format import Parse
 from integration.coordinator_world import (
     SECURITY,
     WAIT_S,
@@ -46,6 +48,7 @@ from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.report.journal import copy_journal, read_history
+from paceline.report.solved import total_unscored
 from paceline.rpc import EpochGuard, channel
 from paceline.rpc.progress import ask_progress
 from paceline.services.coordinator import server
@@ -58,6 +61,7 @@ from paceline.services.coordinator.server import serve
 from paceline.streams import connect
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import rollout_pb2
+from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN
 
@@ -267,6 +271,44 @@ async def test_the_trainer_is_asked_for_the_scored_sessions_of_each_group(
     async with running_peers(script) as peers:
         await run_to_end(config_of(overrides(peers, redis_url, tmp_path, steps=2)))
     assert script.waited_for == [(step, {f"s{step}.t0": 1, f"s{step}.t1": 0}) for step in range(2)]
+
+
+async def test_samples_that_failed_are_counted_and_shown_in_status_and_report(
+    redis_url: str, tmp_path: Path
+) -> None:
+    script = Script(
+        unscored=frozenset({(0, 1), (1, 0), (1, 1)}), unscored_ends="error", hold_step=1
+    )
+    async with running_peers(script) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=2))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        shown = io.StringIO()
+        asked = coordinator_of([], config.addresses.coordinator)
+        assert await show_status(asked, Console(file=shown, width=200)) == 0
+        script.released.set()
+        await run
+    assert "samples without a reward: 3 failed" in shown.getvalue().splitlines()
+    records = [Parse(json.dumps(one), StepRecord()) for one in records_of(await journal_of(config))]
+    assert [dict(one.samples_unscored) for one in records] == [{"failed": 3}] * 2
+    assert total_unscored(records) == {"failed": 6}  # a row of the report's table
+
+
+def _damage(file: Path) -> None:
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+async def test_a_task_file_that_is_damaged_while_a_run_goes_on_ends_it_with_the_line(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script(hold_step=0)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=2))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        _damage(Path(config.tasks_path))
+        script.released.set()
+        with pytest.raises(RunFailed, match=r"line \d+: not a JSON object in UTF-8"):
+            await run
 
 
 async def test_open_traffic_trains_the_groups_that_agents_bring(

@@ -51,6 +51,10 @@ async def show_status(coordinator: Coordinator, console: Console) -> int:
     if snapshot.last_step.step_s:
         line = step_line(snapshot.last_step, snapshot.total_steps)
         console.print(f"last: {line}", highlight=False, soft_wrap=True)
+    if snapshot.samples_unscored:
+        unscored = sorted(snapshot.samples_unscored.items())
+        ways = ", ".join(f"{count} {way}" for way, count in unscored)
+        console.print(f"samples without a reward: {ways}", highlight=False, soft_wrap=True)
     if snapshot.away:
         console.print(away_line(snapshot.away), highlight=False)
     if snapshot.failure:

@@ -177,6 +177,7 @@ def counts_table(summary: Summary) -> str:
         ("drafter's tokens per slot-second", figure(summary["drafter_tokens_per_slot_s"], 0)),
         ("from a lease to its first step", _seconds(summary["drafter_first_step_s"])),
         ("gate decisions", _counted(summary["gate_decisions"])),
+        ("samples without a reward", _counted(summary["samples_unscored"])),
         ("samples with a near-tie draw", summary["near_ties"]),
         ("slot-seconds", _uses(summary)),
         ("idle ones by cause", _idle(summary)),

@@ -9,8 +9,15 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from paceline.v1.coordinator_pb2 import StepRecord
 from paceline.v1.rollout_pb2 import SampleFinished
-from paceline.v1.trajectory_pb2 import FINISH_REASON_LENGTH
+from paceline.v1.trajectory_pb2 import (
+    FINISH_REASON_ABORT,
+    FINISH_REASON_ERROR,
+    FINISH_REASON_LENGTH,
+)
+
+_UNSCORED = {FINISH_REASON_ERROR: "failed", FINISH_REASON_ABORT: "aborted"}
 
 BY_NONE, BY_SOME, BY_ALL = "by_none", "by_some", "by_all"
 """Keys of StepRecord.groups_solved."""
@@ -34,6 +41,20 @@ def groups_solved(samples: Iterable[SampleFinished], above: float) -> dict[str, 
     return dict(
         Counter(BY_ALL if all(of) else BY_SOME if any(of) else BY_NONE for of in solved.values())
     )
+
+
+def samples_unscored(samples: Iterable[SampleFinished]) -> dict[str, float | int]:
+    """Samples without a reward, by the way they ended; see StepRecord.samples_unscored."""
+    without = (one.finish_reason for one in samples if not one.HasField("reward"))
+    return dict(sorted(Counter(_UNSCORED.get(finish, "unscored") for finish in without).items()))
+
+
+def total_unscored(records: Iterable[StepRecord]) -> dict[str, int]:
+    """Those of several steps together."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.samples_unscored)
+    return dict(sorted(total.items()))
 
 
 def truncated_share(samples: Sequence[SampleFinished]) -> float:

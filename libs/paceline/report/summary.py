@@ -11,6 +11,7 @@ from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
 from paceline.report.measures import MISMATCH
 from paceline.report.slots import slot_seconds
+from paceline.report.solved import total_unscored
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 from paceline.streams.journal_line import IdleCause, SlotUse
@@ -69,6 +70,7 @@ def summarize(
         "trajectories_open": ledger.open,
         "trajectories_lost": ledger.lost,
         "mismatch_last": _mismatch(records[-WINDOW:]),
+        "samples_unscored": total_unscored(records),
         "near_ties": sum(record.near_ties for record in records),
         "steps_with_near_ties": sum(record.near_ties > 0 for record in records),
         "pids": {

@@ -192,7 +192,9 @@ def _answer(place: str, record: Mapping[str, object]) -> str:
     hold a missing answer somewhere have made whole numbers floating.
     """
     value = record.get("answer")
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             raise TaskFileError(
                 f"{place}: field 'answer' is not finite", seen=value, allowed="text or a number"

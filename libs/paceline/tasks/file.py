@@ -1,7 +1,7 @@
 """Opens a file of tasks by its format, checks every record once and reads a task when it is drawn.
 
-Of each task 8 bytes of its id's hash are held while it is checked, and 8 bytes for its number where
-a filter leaves some out; what is read is not kept.
+Of each task 8 bytes of its id's hash are held while it is checked, 8 bytes for its size, and 8
+bytes for its number where a filter leaves some out; what is read is not kept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import overload
 
 import numpy as np
 
+from paceline.errors import PacelineError
 from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
 from paceline.tasks.rows import JsonLines, Rows
 from paceline.tasks.task import Task, TaskFileError
@@ -32,17 +33,19 @@ class TaskFile(Sequence[Task]):
         """`keep`: says of each task whether it is one of these. `columns`: where its parts stand.
 
         Raises TaskFileError for a record that is wrong, an id that stands twice and no record at
-        all; what `keep` raises.
+        all, also where `keep` raises.
         """
         self._rows = rows
         self._columns = columns
         self._kept = array("Q") if keep is not None else None
+        self._sizes = array("Q")
         digests, content = array("Q"), hashlib.sha256()
         for index, record in enumerate(rows):
             task = task_of(rows.place(index), rows.number(index), record, columns)
             digests.append(_digest(task.task_id))
-            if keep is not None and not keep(task):
+            if keep is not None and not _keeps(rows.place(index), keep, task):
                 continue
+            self._sizes.append(_size(task))
             content.update(json.dumps(_content(task)).encode())
             if self._kept is not None:
                 self._kept.append(index)
@@ -69,6 +72,16 @@ class TaskFile(Sequence[Task]):
 
     def __iter__(self) -> Iterator[Task]:
         return (self[index] for index in range(len(self)))
+
+    def largest(self, count: int, among: int | None = None) -> tuple[int, str]:
+        """Bytes of the texts of the `count` largest tasks together, and where the largest stands.
+
+        `among`: of the first so many tasks alone.
+        """
+        sizes = np.frombuffer(self._sizes, dtype=np.uint64)[:among]
+        order = np.argsort(sizes, kind="stable")[::-1][:count]
+        row = int(order[0]) if self._kept is None else self._kept[int(order[0])]
+        return int(sizes[order].sum()), self._rows.place(row)
 
     def _task(self, row: int) -> Task:
         rows = self._rows
@@ -101,6 +114,24 @@ def open_tasks(path: str | Path, keep: Keep | None = None, columns: Columns = US
 def read_tasks(path: str | Path, columns: Columns = USUAL) -> list[Task]:
     """Every task of a small file at once; see open_tasks."""
     return list(open_tasks(path, columns=columns))
+
+
+def _keeps(place: str, keep: Keep, task: Task) -> bool:
+    """Raises an error of Paceline as the filter raises it, TaskFileError for any other."""
+    try:
+        return keep(task)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise TaskFileError(
+            f"{place}: the task filter raised {type(error).__name__}: {error}", seen=task.task_id
+        ) from error
+
+
+def _size(task: Task) -> int:
+    """Bytes of its texts."""
+    texts = (task.task_id, task.prompt, task.answer, *task.metadata, *task.metadata.values())
+    return sum(len(text.encode()) for text in texts)
 
 
 def _content(task: Task) -> list[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import math
 import os
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.tasks.task import TaskFileError
+from paceline.whole_text import LONE_SURROGATE
 
 Record = Mapping[str, object]
+MAX_DEPTH = 64
+"""Objects and lists of a record inside each other at most."""
 
 
 class Rows(Protocol):
@@ -44,10 +49,11 @@ class JsonLines:
         start = 0
         # Split at "\n" alone: JSON text may hold the other line separators of Unicode unescaped.
         for number, raw in enumerate(self._opened, start=1):
-            if raw.strip():
+            mark = len(codecs.BOM_UTF8) if not start and raw.startswith(codecs.BOM_UTF8) else 0
+            if raw[mark:].strip():
                 self._lines.append(number)
-                self._starts.append(start)
-                self._sizes.append(len(raw))
+                self._starts.append(start + mark)
+                self._sizes.append(len(raw) - mark)
             start += len(raw)
 
     def __len__(self) -> int:
@@ -62,7 +68,7 @@ class JsonLines:
     def record(self, index: int) -> Record:
         raw = os.pread(self._opened.fileno(), self._sizes[index], self._starts[index])
         try:
-            record = json.loads(raw.decode("utf-8"))
+            record = read_json(raw)
         except (ValueError, RecursionError) as error:
             raise TaskFileError(
                 f"{self.place(index)}: not a JSON object in UTF-8 ({error})", seen=raw[:80]
@@ -71,7 +77,72 @@ class JsonLines:
             raise TaskFileError(
                 f"{self.place(index)}: not a JSON object", seen=raw[:80], allowed="a JSON object"
             )
+        check_values(self.place(index), record)
         return record
 
     def __iter__(self) -> Iterator[Record]:
         return map(self.record, range(len(self)))
+
+
+def read_json(raw: bytes) -> Any:
+    """The value of a JSON text in UTF-8. Raises ValueError, also for NaN, for numbers beyond a
+    float and for an object that holds a key twice; RecursionError.
+    """
+    return json.loads(
+        raw.decode("utf-8"),
+        parse_constant=_no_number,
+        parse_float=_finite,
+        object_pairs_hook=_distinct,
+    )
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text[:80])
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice")
+    return found
+
+
+def check_values(place: str, record: Record) -> None:
+    """Refuses a text that UTF-8 cannot spell and values that are nested too deep.
+
+    Raises TaskFileError naming the field, such as `metadata.tests[2]`.
+    """
+    left: list[tuple[str, object, int]] = [("", record, 0)]
+    while left:
+        name, value, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise TaskFileError(
+                f"{place}: field {name[:80]!r} is nested too deep",
+                seen=f"over {MAX_DEPTH} levels",
+                allowed=f"{MAX_DEPTH} levels",
+            )
+        if isinstance(value, str):
+            _check_text(place, f"field {name[:80]!r}", value)
+        elif isinstance(value, list):
+            left += [(f"{name}[{index}]", one, depth + 1) for index, one in enumerate(value)]
+        elif isinstance(value, dict):
+            for key, one in value.items():
+                _check_text(place, f"a key in {name[:80]!r}" if name else "a field's name", key)
+                left.append((f"{name}.{key}" if name else key, one, depth + 1))
+
+
+def _check_text(place: str, what: str, text: str) -> None:
+    if (at := LONE_SURROGATE.search(text)) is None:
+        return
+    raise TaskFileError(
+        f"{place}: {what} holds half of a surrogate pair, which UTF-8 cannot spell",
+        seen=repr(text[max(0, at.start() - 20) : at.end() + 20]),
+        allowed="whole characters",
+    )

@@ -61,7 +61,14 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "workers", "joining", "leaving", "ranks_wanted", "ranks", "ranks_failure")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure", "away", "drafters", "paused", "workers", "joining", "leaving", "ranks_wanted", "ranks", "ranks_failure", "samples_unscored")
+    class SamplesUnscoredEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +86,7 @@ class GetSnapshotResponse(_message.Message):
     RANKS_WANTED_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_UNSCORED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
@@ -96,7 +104,8 @@ class GetSnapshotResponse(_message.Message):
     ranks_wanted: int
     ranks: int
     ranks_failure: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., workers: _Optional[_Iterable[int]] = ..., joining: _Optional[_Iterable[int]] = ..., leaving: _Optional[_Iterable[int]] = ..., ranks_wanted: _Optional[int] = ..., ranks: _Optional[int] = ..., ranks_failure: _Optional[str] = ...) -> None: ...
+    samples_unscored: _containers.ScalarMap[str, int]
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., away: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Union[DrafterChoice, _Mapping]] = ..., paused: _Optional[bool] = ..., workers: _Optional[_Iterable[int]] = ..., joining: _Optional[_Iterable[int]] = ..., leaving: _Optional[_Iterable[int]] = ..., ranks_wanted: _Optional[int] = ..., ranks: _Optional[int] = ..., ranks_failure: _Optional[str] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DrafterChoice(_message.Message):
     __slots__ = ("serving", "previous", "promoted", "chosen", "pinned")
@@ -113,7 +122,7 @@ class DrafterChoice(_message.Message):
     def __init__(self, serving: _Optional[int] = ..., previous: _Optional[int] = ..., promoted: _Optional[int] = ..., chosen: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class StepRecord(_message.Message):
-    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined", "arm_drafted_rounds", "arm_round_tokens")
+    __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles", "slot_s", "pinned_drafter", "staleness", "drafted_rounds", "groups_left_out", "reward_parts", "idle_s", "truncated_share", "groups_solved", "quarantined", "arm_drafted_rounds", "arm_round_tokens", "samples_unscored")
     class ArmRoundsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +193,13 @@ class StepRecord(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SamplesUnscoredEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +231,7 @@ class StepRecord(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     ARM_DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     ARM_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_UNSCORED_FIELD_NUMBER: _ClassVar[int]
     step: int
     versions: _trajectory_pb2.VersionSet
     reward_mean: float
@@ -246,7 +263,8 @@ class StepRecord(_message.Message):
     quarantined: _containers.RepeatedScalarFieldContainer[str]
     arm_drafted_rounds: _containers.ScalarMap[str, int]
     arm_round_tokens: _containers.ScalarMap[str, int]
-    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ..., arm_drafted_rounds: _Optional[_Mapping[str, int]] = ..., arm_round_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    samples_unscored: _containers.ScalarMap[str, int]
+    def __init__(self, step: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., reward_mean: _Optional[float] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., policy_s: _Optional[float] = ..., step_s: _Optional[float] = ..., accept_length: _Optional[float] = ..., arm_rounds: _Optional[_Mapping[str, int]] = ..., drafter_steps: _Optional[int] = ..., drafter_slot_s: _Optional[float] = ..., preempt_wait_s: _Optional[float] = ..., policy: _Optional[_Mapping[str, float]] = ..., evaluations: _Optional[_Mapping[str, float]] = ..., tokens_hash: _Optional[str] = ..., near_ties: _Optional[int] = ..., finished_at_s: _Optional[float] = ..., trace_id: _Optional[str] = ..., response_length_quantiles: _Optional[_Iterable[int]] = ..., slot_s: _Optional[_Mapping[str, float]] = ..., pinned_drafter: _Optional[int] = ..., staleness: _Optional[_Mapping[str, int]] = ..., drafted_rounds: _Optional[int] = ..., groups_left_out: _Optional[int] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., idle_s: _Optional[_Mapping[str, float]] = ..., truncated_share: _Optional[float] = ..., groups_solved: _Optional[_Mapping[str, int]] = ..., quarantined: _Optional[_Iterable[str]] = ..., arm_drafted_rounds: _Optional[_Mapping[str, int]] = ..., arm_round_tokens: _Optional[_Mapping[str, int]] = ..., samples_unscored: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListStepsRequest(_message.Message):
     __slots__ = ("from_step",)

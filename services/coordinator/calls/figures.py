@@ -11,9 +11,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from paceline.arm_names import OFF, speculator_of
-from paceline.report.solved import groups_solved, truncated_share
+from paceline.report.solved import groups_solved, samples_unscored, truncated_share
 from paceline.services.coordinator.journal.groups import FIGURE, group_figure
-from paceline.services.coordinator.machine.events import Figure
+from paceline.services.coordinator.machine.events import UNSCORED, Figure
 from paceline.speculators.kinds import SPECULATORS
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1.drafter_pb2 import RoundCosts
@@ -65,6 +65,7 @@ def rollout_figures(
         "samples": len(samples),
         "scored": finished.scored,
         "unscored": finished.unscored,
+        UNSCORED: samples_unscored(samples),
         "reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
         "reward_parts": reward_parts(samples),
         "response_tokens": finished.response_tokens,

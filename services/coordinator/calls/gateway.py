@@ -97,13 +97,14 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
         return events.WorkerLost(calls.now(), command.epoch, worker)
 
     deadline_s = calls.config.step_deadline_s
-    request = calls.source.step_request(
-        command.step,
-        command.epoch,
-        command.round,
-        tuple(bits(command.places)),
-        capture=command.capture,
-    )
+    with calls.reported(Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
+        request = calls.source.step_request(
+            command.step,
+            command.epoch,
+            command.round,
+            tuple(bits(command.places)),
+            capture=command.capture,
+        )
     request.workers.extend(bits(command.workers))
     places = {task.group_id: task.task_index for task in request.tasks}
     samples = calls.samples.setdefault(command.step, FinishedSamples(request))
@@ -166,7 +167,8 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
         return events.EvaluationDone(calls.now(), command.epoch, command.kind, None, reason)
 
     deadline_s = calls.config.step_deadline_s
-    request = calls.source.evaluation_request(command.kind, command.step, command.epoch)
+    with calls.reported(Service.GATEWAY, "tasks", command, deadline_s=deadline_s):
+        request = calls.source.evaluation_request(command.kind, command.step, command.epoch)
     samples = FinishedSamples(request)
     with calls.reported(
         Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made

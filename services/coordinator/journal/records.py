@@ -146,13 +146,15 @@ class StepRecords:
         record.accept_length = tokens / record.drafted_rounds if record.drafted_rounds else 0.0
         record.rollout_s += _number(details, "rollout_s")
         record.near_ties += int(_number(details, "near_ties"))
+        for way, count in _counts(details, events.UNSCORED).items():
+            record.samples_unscored[way] += count
         for arm, rounds in self._new_pulls(details).items():
             record.arm_rounds[arm] += rounds
         for counts, name in (
             (record.arm_drafted_rounds, "arm_drafted_rounds"),
             (record.arm_round_tokens, "arm_round_tokens"),
         ):
-            for arm, count in sorted(_by_arm(details, name).items()):
+            for arm, count in sorted(_counts(details, name).items()):
                 counts[arm] += count
         if not record.response_length_quantiles:
             record.reward_mean = _number(details, "reward_mean")
@@ -171,7 +173,7 @@ class StepRecords:
 
     def _new_pulls(self, details: Details) -> dict[str, int]:
         """Pulls since the last report; workers that restarted count from 0 again."""
-        now = _by_arm(details, "pulls")
+        now = _counts(details, "pulls")
         new = {
             arm: count - self._pulls[arm] if count >= self._pulls[arm] else count
             for arm, count in now.items()
@@ -196,7 +198,7 @@ class StepRecords:
             record.reward_mean = _number(event.details, "reward_mean")
 
     def _evaluated(self, event: events.EvaluationDone, after: State) -> StepRecord | None:
-        pulls = _by_arm(event.details, "pulls")
+        pulls = _counts(event.details, "pulls")
         self._pulls = pulls or self._pulls
         if event.value is None or not self.finished or after.step == 0:
             return None
@@ -248,7 +250,7 @@ def _number(details: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _by_arm(details: Details, name: str) -> Counter[str]:
+def _counts(details: Details, name: str) -> Counter[str]:
     counts = details.get(name)
     return (
         Counter({arm: int(n) for arm, n in counts.items()})

@@ -16,6 +16,8 @@ from paceline.trajectory import VersionSet
 
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
 Details = Mapping[str, Figure]
+UNSCORED = "samples_unscored"
+"""Where the details of TasksFinished have the samples without a reward, by the way they ended."""
 PASSED = "figures"
 """Where the details of EvaluationDone have what an evaluation of several samples a task tells."""
 

@@ -8,8 +8,8 @@ A record is one of
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.tasks.rows import check_values, read_json
 
 FORMS = (
     '{"messages": [...]}',
@@ -168,13 +169,17 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except ValueError as error:
+                    found = read_json(line)
+                except (ValueError, RecursionError) as error:
                     raise InvalidInput(
                         f"{file}, line {number}: not JSON: {error}", seen=_short(line)
                     ) from error
+                if isinstance(found, dict):
+                    check_values(f"{file}, line {number}", found)
+                yield number, found
 
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:

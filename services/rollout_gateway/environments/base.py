@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.trajectory import REWARD_RANGE, is_reward
+from paceline.whole_text import whole_text
+
+FINISHES = ("stop", "length", "tool_calls", "abort", "error")
+"""How an episode may end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,36 @@ class Episode:
     messages: tuple[Message, ...] = ()  # the whole conversation, where there was one
     # given by the agent that led the session; a rule does not score such an episode
     reward: float | None = None
+
+
+def checked_episode(found: object) -> Episode:
+    """The episode that an environment has returned, its text mended by `whole_text`.
+
+    Raises InvalidInput for anything else.
+    """
+    if not isinstance(found, Episode):
+        raise InvalidInput(
+            "an environment returned no Episode", seen=repr(found)[:80], allowed="an Episode"
+        )
+    messages = found.messages
+    wrong = {
+        "finish": (found.finish in FINISHES, ", ".join(FINISHES)),
+        "text": (isinstance(found.text, str), "text"),
+        "task": (isinstance(found.task, EpisodeTask), "an EpisodeTask"),
+        "messages": (
+            isinstance(messages, tuple) and all(isinstance(one, Message) for one in messages),
+            "a tuple of Message",
+        ),
+        "reward": (found.reward is None or is_reward(found.reward), f"{REWARD_RANGE} or None"),
+    }
+    for name, (right, allowed) in wrong.items():
+        if not right:
+            raise InvalidInput(
+                f"an environment returned an Episode with another {name}",
+                seen=repr(getattr(found, name))[:80],
+                allowed=allowed,
+            )
+    return replace(found, text=whole_text(found.text))
 
 
 class Model(Protocol):

@@ -85,6 +85,6 @@ async def reply_of(user: Interaction, messages: Sequence[Message]) -> UserReply:
     except Exception as error:  # a user's class may raise anything
         message = f"an interaction failed: {type(error).__name__}: {error}"
         raise InvalidInput(message, seen=type(user).__name__) from error
-    if not isinstance(reply, UserReply):
+    if not isinstance(reply, UserReply) or not isinstance(reply.text, str):
         raise InvalidInput("an interaction answers with a UserReply", seen=repr(reply)[:80])
     return reply

@@ -40,7 +40,7 @@ def own_tool(name: str, path: str) -> Tool:
         try:
             found = function(**arguments)
             return str(await found if inspect.isawaitable(found) else found)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             log.warning("a tool failed", tool=name, error=repr(error))
             raise ToolError(f"{type(error).__name__}: {error}") from error
 

@@ -110,7 +110,7 @@ class ToolUse:
         ):
             allowed = f"a JSON list of {', '.join(known)}"
             raise InvalidInput(
-                f'metadata["tools"] of task {task.task_id}', seen=names, allowed=allowed
+                f'metadata["tools"] of task {task.task_id}', seen=repr(names)[:80], allowed=allowed
             )
         return {name: known[name] for name in names}
 
@@ -154,7 +154,7 @@ def opening(task: EpisodeTask) -> list[Message]:
     if not isinstance(found, list) or not found or not all(_is_message(one) for one in found):
         allowed = f"a JSON list of {{role: {' | '.join(_ROLES)}, content: text}}"
         raise InvalidInput(
-            f'metadata["messages"] of task {task.task_id}', seen=found, allowed=allowed
+            f'metadata["messages"] of task {task.task_id}', seen=repr(found)[:80], allowed=allowed
         )
     return [Message(one["role"], one["content"]) for one in found]
 
@@ -179,7 +179,7 @@ def _turns(task: EpisodeTask) -> int:
 def _json(task: EpisodeTask, key: str) -> object:
     try:
         return json.loads(task.metadata[key])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         seen = task.metadata[key][:80]
         raise InvalidInput(
             f'metadata["{key}"] of task {task.task_id} is not JSON', seen=seen

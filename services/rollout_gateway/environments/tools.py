@@ -15,6 +15,7 @@ from typing import Any
 from paceline.services.rollout_gateway.chat.messages import ToolCall
 from paceline.services.rollout_gateway.environments.calculator import CalculationError, calculate
 from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
+from paceline.whole_text import whole_text
 
 MAX_ANSWER_CHARACTERS = 8000
 
@@ -129,7 +130,10 @@ async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Beginning and end of a long text: a program's result stands at one of the two."""
+    """Beginning and end of a long text: a program's result stands at one of the two. The text is
+    mended by `whole_text`.
+    """
+    text = whole_text(text)
     if len(text) <= MAX_ANSWER_CHARACTERS:
         return text
     half = MAX_ANSWER_CHARACTERS // 2
@@ -138,6 +142,9 @@ def shortened(text: str) -> str:
 
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        # Escapes can spell half of a character, which no program, server or template can be sent.
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from error
+    return found

@@ -37,6 +37,7 @@ from paceline.services.rollout_gateway.environments.base import Episode, Episode
 from paceline.services.rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
+from paceline.whole_text import is_whole
 
 log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")
@@ -111,9 +112,10 @@ class CodeTests:
         try:
             asked = _asked(episode.task)
             self._check_room(asked)
-        except (ValueError, SyntaxError) as error:
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            # The last two: Python's parsers raise them for what is nested too deep.
             log.warning(
-                "tests of a task cannot be used", task=episode.task.task_id, error=str(error)
+                "tests of a task cannot be used", task=episode.task.task_id, error=repr(error)
             )
             return None
         code = last_code_block(episode.text)
@@ -195,14 +197,16 @@ def _lines(output: str) -> Sequence[str]:
 
 
 def _asked(task: EpisodeTask) -> _Asked:
-    """Raises ValueError or SyntaxError."""
+    """Raises ValueError, SyntaxError, RecursionError or MemoryError."""
     metadata: Mapping[str, str] = task.metadata
     scoring, entry_point = metadata.get("scoring", "share"), metadata.get("entry_point", "")
     if scoring not in _SCORINGS:
         raise ValueError(f'metadata["scoring"] is {scoring!r}, not one of {", ".join(_SCORINGS)}')
     cases = json.loads(metadata.get("cases") or "[]")
     if not isinstance(cases, list) or not all(_is_case(case) for case in cases):
-        raise ValueError('metadata["cases"] is not a JSON list of {"stdin", "stdout"}')
+        raise ValueError(
+            'metadata["cases"] is not a JSON list of {"stdin", "stdout"}, texts of UTF-8'
+        )
     tree = ast.parse(metadata.get("tests", ""))
     pairs = tuple((case.get("stdin", ""), case["stdout"]) for case in cases)
     asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, pairs, scoring)
@@ -258,4 +262,5 @@ def _is_case(case: object) -> bool:
         isinstance(case, dict)
         and isinstance(case.get("stdout"), str)
         and isinstance(case.get("stdin", ""), str)
+        and is_whole(case["stdout"] + case.get("stdin", ""))
     )

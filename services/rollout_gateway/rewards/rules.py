@@ -31,6 +31,8 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import REWARD_RANGE, is_reward
 
 log = get_logger(__name__)
+SHOWN = 500
+"""Characters of an exception that the log shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +164,20 @@ class MeasuredRule:
         started = clock()
         try:
             value = self._finite(await self.inner.score(episode))
-        except Unscored as why:
+        except PacelineError as error:
+            metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
+            raise
+        except Exception as why:  # noqa: BLE001 - whatever a task makes of a rule, there is no telling
+            reason = why.reason if isinstance(why, Unscored) else "exception"
             log.warning(
                 "unscored",
                 rule=self._name,
                 task=episode.task.task_id,
-                reason=why.reason,
-                error=str(why),
+                reason=reason,
+                error=str(why) if isinstance(why, Unscored) else repr(why)[:SHOWN],
             )
-            metrics.REWARD_FAILURES.record(rule=self._name, reason=why.reason)
+            metrics.REWARD_FAILURES.record(rule=self._name, reason=reason)
             value = None
-        except PacelineError as error:
-            metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
-            raise
         finally:
             metrics.REWARD_TIME.record(clock() - started, rule=self._name)
 

@@ -5,7 +5,9 @@ Owns who leads it and how it is scored.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +22,7 @@ from paceline.services.rollout_gateway.environments.base import (
     Episode,
     EpisodeTask,
     TextTurn,
+    checked_episode,
 )
 from paceline.services.rollout_gateway.environments.table import environment
 from paceline.services.rollout_gateway.gateway import Gateway
@@ -28,12 +31,15 @@ from paceline.services.rollout_gateway.sessions.assignment import (
     FailReason,
     SessionState,
 )
-from paceline.services.rollout_gateway.sessions.session import Caller, Grant, Session
-from paceline.telemetry import Attributes, names, span
+from paceline.services.rollout_gateway.sessions.session import OWN_LIMITS, Caller, Grant, Session
+from paceline.telemetry import Attributes, get_logger, names, span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
+log = get_logger(__name__)
+_NOT_IN_NAMES = re.compile(r"[/%\x00-\x1f]")
+"""Characters of a task's id that a session's name, a part of a URL's path, does not hold."""
 EXTERNAL = "external"
 """The environment in which agents from outside claim the tasks."""
 AGENT = "agent"
@@ -53,7 +59,8 @@ class Job:
     @property
     def session_id(self) -> str:
         """Fixed by what is asked, so that a repeated call means the same branch."""
-        return f"{self.request.context.step}-{self.task.task_id}-{self.sample_index}"
+        task_id = _NOT_IN_NAMES.sub(lambda odd: f"%{ord(odd[0]):02X}", self.task.task_id)
+        return f"{self.request.context.step}-{task_id}-{self.sample_index}"
 
     @property
     def trains(self) -> bool:
@@ -154,20 +161,28 @@ class SampleRuns:
                 episode = await self._led_here(job, asked, session)
             session.trace.link()
             await self._score(job, session, episode)
-        return sample_finished(session, job.worker_index, job.request.reward, episode.finish)
+        finish = "error" if session.state is SessionState.FAILED else episode.finish
+        return sample_finished(session, job.worker_index, job.request.reward, finish)
 
     async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
-        """A built-in environment leads the session.
+        """An environment of the gateway leads the session.
 
-        What is wrong with one task or its numbers ends that sample alone.
+        Whatever a task, its numbers or a user's environment has wrong ends that sample alone;
+        faults of machines go to the caller.
         """
         model = _SessionModel(self._gateway, job, session)
         try:
-            return await environment(job.request.environment, self._gateway.equipment).run(
-                asked, model
+            return checked_episode(
+                await environment(job.request.environment, self._gateway.equipment).run(
+                    asked, model
+                )
             )
-        except (InvalidInput, DataLoss) as error:
-            self._gateway.agents.finish(session, fail=FailReason.DATA, message=str(error))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if not _is_the_samples(error):
+                raise
+            if not isinstance(error, PacelineError):
+                log.warning("an environment raised", task=asked.task_id, exc_info=error)
+            self._gateway.agents.finish(session, fail=FailReason.DATA, message=_told(error))
             return Episode(asked, "", "error")
 
     async def _led_by_agent(
@@ -195,13 +210,27 @@ class SampleRuns:
                 score = await self._gateway.rewards.rule(job.request.reward).scored(episode)
                 if score is not None:
                     session.score(Grant(score.value, parts=score.parts))
-        except PacelineError as error:
+        except Exception as error:  # noqa: BLE001 - what one sample's reward does ends no call
             away = isinstance(error, Unavailable | DeadlineExceeded)
             self._gateway.agents.finish(
-                session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error)
+                session, fail=FailReason.INFRA if away else FailReason.DATA, message=_told(error)
             )
         else:
             self._gateway.agents.finish(session, abort=not scored)
+
+
+def _is_the_samples(error: BaseException) -> bool:
+    """Whether a sample's own task or environment is at fault, and no machine or caller."""
+    if isinstance(error, asyncio.CancelledError):
+        current = asyncio.current_task()
+        return current is not None and not current.cancelling()
+    if isinstance(error, PacelineError):
+        return isinstance(error, InvalidInput | DataLoss) or error.reason in OWN_LIMITS
+    return True
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
 
 
 def _assignment(job: Job, captures: Callable[[int], bool]) -> Assignment:

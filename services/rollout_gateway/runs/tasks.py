@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from paceline.errors import InvalidInput
+from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.environments.base import PreparesTasks
 from paceline.services.rollout_gateway.environments.table import environment
@@ -33,11 +33,12 @@ from paceline.services.rollout_gateway.runs.totals import Totals
 from paceline.services.rollout_gateway.sessions.samples import check_trainable
 from paceline.services.rollout_gateway.workers.metrics import describe_rounds
 from paceline.tasks import MAX_SAMPLES
-from paceline.telemetry import names, span
+from paceline.telemetry import get_logger, names, span
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
 ANSWERS_REMEMBERED = 16_384
+log = get_logger(__name__)
 
 
 def shares(samples: int, workers: int, *, together: bool) -> list[int]:
@@ -45,6 +46,23 @@ def shares(samples: int, workers: int, *, together: bool) -> list[int]:
     if together:
         return [number * workers // samples for number in range(samples)]
     return [number % workers for number in range(samples)]
+
+
+async def _prepare(prepared: PreparesTasks, request: rpb.RunTasksRequest) -> None:
+    """Lets an environment load what the tasks need. A task that it cannot use is left to its
+    samples, which fail alone; settings and machines at fault raise what `prepare` does.
+    """
+    try:
+        await prepared.prepare([task.metadata for task in request.tasks])
+    except Exception as error:
+        own = isinstance(error, InvalidInput) and not isinstance(error, ConfigError)
+        if isinstance(error, PacelineError) and not own:
+            raise
+        log.warning(
+            "an environment could not prepare the tasks of a call",
+            environment=request.environment,
+            error=f"{type(error).__name__}: {error}",
+        )
 
 
 class RunningSample(NamedTuple):
@@ -135,7 +153,7 @@ class TaskRuns:
         if request.environment != EXTERNAL:
             found = environment(request.environment, self._gateway.equipment)
             if isinstance(found, PreparesTasks):
-                await found.prepare([task.metadata for task in request.tasks])
+                await _prepare(found, request)
         if request.reward != AGENT:
             await self._gateway.rewards.check(request.reward)
         if request.purpose == tpb.PURPOSE_TRAIN:

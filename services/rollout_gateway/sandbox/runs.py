@@ -31,6 +31,7 @@ from paceline.services.rollout_gateway.sandbox.launcher.request import (
     encode,
 )
 from paceline.telemetry import get_logger
+from paceline.whole_text import is_whole
 
 log = get_logger(__name__)
 START_S = 30.0
@@ -80,11 +81,13 @@ class Sandbox:
         `files`.
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
-        `parallel` others run. Cancelling kills the program. Raises InvalidInput for a path outside,
-        ConfigError as `layers` does, Unavailable when the sandbox fails: that says nothing about
-        the code.
+        `parallel` others run. Cancelling kills the program. Raises InvalidInput for a path
+        outside and for text that UTF-8 cannot spell, ConfigError as `layers` does, Unavailable when
+        the sandbox fails: that says nothing about the code.
         """
         checked = checked_files(files or {})
+        if not all(map(is_whole, (code, stdin, *checked.values()))):
+            raise InvalidInput("a program, its input or a file of it holds half a character")
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)

@@ -25,6 +25,10 @@ from paceline.services.rollout_gateway.sessions.traces import SessionTrace
 from paceline.services.rollout_gateway.sessions.tree import MessageTree, Turn
 from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
 
+PARALLEL, QUOTA = "SESSION_PARALLEL", "SESSION_QUOTA"
+OWN_LIMITS = (PARALLEL, QUOTA)
+"""Reasons of errors by which a session meets limits of its own, and no shortage of the gateway."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
@@ -107,7 +111,9 @@ class Session:
         limits, active = self._limits, self._active + ahead
         if active >= limits.max_parallel:
             message = "too many requests of one session are under way"
-            raise ResourceExhausted(message, seen=active, allowed=limits.max_parallel)
+            raise ResourceExhausted(
+                message, reason=PARALLEL, seen=active, allowed=limits.max_parallel
+            )
         if len(self.tree.turns) + active >= limits.max_turns:
             raise self._spent("generations", limits.max_turns)
         if self.tree.tokens + self._active_tokens >= limits.max_tokens:
@@ -249,7 +255,7 @@ class Session:
     def _spent(self, what: str, limit: int) -> FailedPrecondition:
         """A quota that no waiting renews."""
         message = f"session {self.session_id} has used up its {what}"
-        return FailedPrecondition(message, reason="SESSION_QUOTA", seen=limit)
+        return FailedPrecondition(message, reason=QUOTA, seen=limit)
 
 
 def ended_error(

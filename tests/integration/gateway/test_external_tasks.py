@@ -8,6 +8,7 @@ import asyncio
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -60,6 +61,21 @@ async def claim(served: Any, **body: Any) -> Agent:
 async def solve(agent: Agent, reward: float | None = 1.0) -> dict[str, Any]:
     await agent.chat([user(agent.session["task"]["prompt"])])
     return await agent.act("complete", {} if reward is None else {"reward": reward})
+
+
+@pytest.mark.parametrize("task_id", ["HumanEval/0", "50% off", "a?b#c", "é 😀", "tab\there"])
+async def test_a_task_with_an_odd_id_is_led_by_its_agent(serve_gateway: Any, task_id: str) -> None:
+    async with serve_gateway(**ONE) as served:
+        request = one_task(served)
+        request.tasks[0].task_id = task_id
+        async with task_run(served, request) as told:
+            agent = await claim(served)
+            path = f"/v1/sessions/{quote(agent.id, safe='')}"
+            found = await served.http.get(path, headers=agent.headers)
+            assert (found.status_code, found.json()["id"]) == (200, agent.id)
+            assert (await solve(agent))["state"] == "final"
+    (sample,) = samples_of(told)
+    assert (sample.task_id, sample.reward.value) == (task_id, 1.0)
 
 
 async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_agent(

@@ -24,6 +24,7 @@ NO_METRIC_OF_A_STEP = {
     "staleness": "paceline.policy.staleness",
     "drafter_slot_s": "paceline.drafter.slot_time",
     "evaluations": "paceline.coordinator.evaluation, when one is over",
+    "samples_unscored": "paceline.coordinator.samples",
     "quarantined": "paceline.gateway.quarantined",
     "pinned_drafter": "an operator's choice, which `paceline status` shows",
 }

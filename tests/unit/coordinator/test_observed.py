@@ -83,9 +83,13 @@ def test_samples_count_once_and_not_where_their_call_is_over(
     drawn = DrawnStep(step=0, version=0, epoch=3, called=True)
     rolls = State(phase=Phase.RUNNING, rollouts=RolloutTrack(Phase.ROLLOUT, 1, draws=(drawn,)))
     for epoch in (3, 2):
-        details = {"scored": 14, "unscored": 2}
+        details = {"scored": 14, "samples_unscored": {"failed": 1, "unscored": 2}}
         run.observe(rolls, events.TasksFinished(1.0, epoch, details=details), rolls)
-    assert points(metric_reader, metrics, "samples") == {("scored",): 14, ("unscored",): 2}
+    assert points(metric_reader, metrics, "samples") == {
+        ("scored",): 14,
+        ("failed",): 1,
+        ("unscored",): 2,
+    }
 
 
 class CountedLedger:

@@ -137,6 +137,13 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
     ("bad", "named"),
     [
         ("{nonsense", "not JSON"),
+        ('{"prompt": "a", "response": NaN}', "NaN is no number of JSON"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
+        ('{"prompt": "cut \\ud83d", "response": "a"}', "'prompt' holds half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+            r"'messages\[0\]\.content' holds",
+        ),
         ("[1]", "a record must be an object"),
         ('{"text": "x"}', r"no known form; seen: \['text'\]; allowed: .*messages"),
         ('{"messages": "hi"}', "messages: .*valid list"),

@@ -202,3 +202,15 @@ def test_an_evaluation_has_samples_and_sampling_of_its_own_and_the_probe_has_not
         Evaluation.ACCURACY, 3, 1
     )
     assert (plain.samples_per_task, plain.sampling) == (1, probe.sampling)
+
+
+def test_tasks_too_large_for_one_call_are_refused_before_the_run_begins(tmp_path: Path) -> None:
+    source(tmp_path)
+    large = [Task(f"t{i}", "x", "", {"cases": "y" * (3 << 20)}) for i in range(3)]
+    write_tasks(tmp_path / "large.jsonl", large)
+    whole = {"tasks_path": str(tmp_path / "large.jsonl")}
+    source(tmp_path, prompts=2, **whole)
+    with pytest.raises(ConfigError, match=r"line 3: .* lower coordinator\.prompts_per_step; seen"):
+        source(tmp_path, prompts=3, **whole)
+    with pytest.raises(ConfigError, match=r"evaluation\.heldout_prompts"):
+        source(tmp_path, heldout_path=str(tmp_path / "large.jsonl"))

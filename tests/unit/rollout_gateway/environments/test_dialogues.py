@@ -28,6 +28,13 @@ async def price(item: str, pieces: int = 1) -> float:
     return {"bolt": 0.5}[item] * pieces
 
 
+def half(exits: bool = False) -> str:
+    """Says half of a character, or exits."""
+    if exits:
+        raise SystemExit(3)
+    return "\\ud83d is half"
+
+
 def untold(item):
     """Its parameter has no type."""
 
@@ -107,6 +114,15 @@ async def test_a_function_is_a_tool_by_its_annotations_and_docstring(
     assert shown["function"]["description"] == "What some pieces of an item cost."
     assert shown["function"]["parameters"]["required"] == ["item"]
     assert shown["function"]["parameters"]["properties"]["pieces"]["type"] == "integer"
+
+
+async def test_a_tool_that_says_half_a_character_or_exits_answers_the_model(
+    own: Callable[[str], str],
+) -> None:
+    wished = [("half", "{}"), ("half", '{"exits": true}')]
+    environment = ToolUse(None, Toolbox(own={"half": own("half")}))
+    told = answers(await environment.run(task(), Script(calls(*wished), says("done"))))
+    assert told == ["\ufffd is half", "error: SystemExit: 3"]
 
 
 @pytest.mark.parametrize(
