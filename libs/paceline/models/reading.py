@@ -23,6 +23,8 @@ NAMED = (
 """The special tokens that every tokenizer may name."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the chat template of a plain conversation, and of the one used where tools are given."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Folder of a model directory with further chat templates, NAME.jinja."""
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
@@ -218,7 +220,7 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Templates in files go before those in tokenizer_config.json; the processor's file is last."""
     single = directory / "chat_template.jinja"
     files = {DEFAULT: single} if single.is_file() else {}
-    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+    for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja")):
         files[path.name.removesuffix(".jinja")] = path
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}

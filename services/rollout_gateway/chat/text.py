@@ -30,7 +30,7 @@ class TextCodec:
     """Tokenizer and chat template of one model directory."""
 
     def __init__(self, directory: Path) -> None:
-        files = read_text(directory)
+        self.files = files = read_text(directory)
         self._tokenizer, self._within = _tokenizers(files)
         self._adds_up = _adds_up(files.spelled.get("decoder"))
         self._templates = ChatTemplates(files)
