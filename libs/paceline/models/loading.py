@@ -41,7 +41,7 @@ _BUFFERS = (
     *("attn.masked_bias", "attention.masked_bias", "attn.bias", "attention.bias"),
     *("embeddings.position_ids", "model.position_ids"),
 )
-"""Ends of the names of buffers that older exporters store beside the weights; models compute them."""
+"""Ends of the names of buffers that older exporters store beside weights; models compute them."""
 
 
 def is_buffer(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.errors import InvalidInput, PacelineError
 from paceline.local.findings import Finding
-from paceline.models.reading import end_tokens, read_object
+from paceline.models.reading import check_vocabulary, end_tokens, read_object, read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 from paceline.services.rollout_gateway.chat.text import TextCodec
 
@@ -42,6 +42,7 @@ _SHOWN = 120
 
 def compared(model: Path, tokenizer: Path) -> list[Finding]:
     """Every difference to transformers: `fail` where text would be misread, else `warn`."""
+    check_vocabulary(read_text(tokenizer), read_object(model / "config.json").get("vocab_size"))
     if find_spec("transformers") is None:
         return [Finding(READING, "ok", "not compared: transformers is not installed")]
     try:
@@ -144,14 +145,16 @@ def _bytes(model: Path, codec: TextCodec, theirs: Any) -> Iterator[Finding]:
         if token_id in special or not text.startswith(before):
             continue
         told = ours[token_id].decode(errors="replace")
-        if told != text.removeprefix(before):
+        if told and told != text.removeprefix(before):
             seen = f"token {token_id} is {told!r}, in transformers {text.removeprefix(before)!r}"
             yield Finding("grammar", "warn", f"structured answers may be misread: {seen}")
             return
 
 
 def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> list[bytes]:
-    """[V] the bytes that a grammar has of each token. Raises InvalidInput for tokens of no bytes."""
+    """[V] the bytes that a grammar has of each token. Raises InvalidInput where tokens are no
+    bytes.
+    """
     from paceline.services.rollout_gateway.engines.requests.json_schema import load_tokenizer
 
     guide = load_tokenizer(directory / "tokenizer.json", vocab_size, end_ids or [0])
