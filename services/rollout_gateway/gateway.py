@@ -15,7 +15,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
-from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
+from paceline.models.reading import check_vocabulary, end_tokens, read_object
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import metrics
@@ -79,8 +79,7 @@ class Gateway:
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
-        self.end_tokens = self._checked_ends()
-        """Tokens that end an answer, by the files of the model."""
+        self._check_model()
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
@@ -130,19 +129,19 @@ class Gateway:
             lambda workers: self.queue.lead_to(self._room(workers)),
         )
 
-    def _checked_ends(self) -> list[EndToken]:
-        """Raises ConfigError where the tokenizer has more tokens than the model has rows."""
+    def _check_model(self) -> None:
+        """Logs the end tokens. Raises ConfigError where the tokenizer has more tokens than the
+        model has rows.
+        """
         model, text = self.config.model_dir, self.codec.files
         check_vocabulary(text, read_object(model / "config.json").get("vocab_size"))
-        ends = end_tokens(model, text)
-        if ends:
+        if ends := end_tokens(model, text):
             log.info("end tokens", tokens=[str(one) for one in ends])
         else:
             log.warning(
                 "no file of the model names an end token: answers end at max_tokens",
                 model=str(model),
             )
-        return ends
 
     def _room(self, workers: int) -> int:
         """Requests inside so many engines, one more than fits into each: it is there when a place

@@ -12,7 +12,7 @@ from paceline.local.findings import Finding
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment, describe_exit
 
-PROBE = "paceline.services.rollout_gateway.chat.reading_probe"
+PROBE = "paceline.services.rollout_gateway.reading_probe"
 PROBE_S = 60.0
 """The probe imports transformers without torch, in about two seconds."""
 

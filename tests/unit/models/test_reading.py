@@ -17,8 +17,8 @@ from paceline.errors import ConfigError
 from paceline.models.config import check_model, read_config
 from paceline.models.reading import end_tokens, read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
-from paceline.services.rollout_gateway.chat.reading_probe import TALK, TEXTS, TOOL, compared
 from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.reading_probe import TALK, TEXTS, TOOL, compared
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 NAMES = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>"]
@@ -119,9 +119,9 @@ def test_a_family_of_tokenizers_is_read_as_transformers_reads_it(family: Path) -
         ids = theirs(text)["input_ids"]
         assert list(codec.encode(text)) == ids
         assert codec.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    messages = [{"role": role, "content": content} for role, content in TALK]
+    messages = [{"role": one.role, "content": one.content} for one in TALK]
     for tools in ((), (TOOL,)):
-        request = ChatRequest(tuple(Message(*one) for one in TALK), tools)
+        request = ChatRequest(TALK, tools)
         given = {"tools": list(tools) or None, "add_generation_prompt": True}
         spelled = theirs.apply_chat_template(messages, tokenize=False, **given)
         assert codec.template.render(request) == spelled

@@ -24,7 +24,11 @@ TEXTS = (
     *("Hello, world!", " two  spaces and 1234567", 'def f(x):\n\treturn {"a": [x]}\n'),
     *("Grüße, naïve café", "漢字とかな 😀", "Привет мир"),
 )
-TALK = (("user", "What is 2+3?"), ("assistant", "It is 5."), ("user", "And 4+4?"))
+TALK = (
+    Message("user", "What is 2+3?"),
+    Message("assistant", "It is 5."),
+    Message("user", "And 4+4?"),
+)
 TOOL = {
     "type": "function",
     "function": {
@@ -96,7 +100,7 @@ def _texts(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
 
 
 def _chats(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
-    messages = [{"role": role, "content": content} for role, content in TALK]
+    messages = [{"role": one.role, "content": one.content} for one in TALK]
     for tools in ((), (TOOL,)):
         name = "chat with tools" if tools else "chat"
         given: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
@@ -106,7 +110,7 @@ def _chats(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
             other = theirs.apply_chat_template(messages, tokenize=False, **given)
         except Exception as error:  # noqa: BLE001 - a template raises anything
             other = error
-        request = ChatRequest(tuple(Message(*one) for one in TALK), tools)
+        request = ChatRequest(TALK, tools)
         try:
             ours: str | InvalidInput = codec.template.render(request)
         except InvalidInput as error:
