@@ -224,3 +224,13 @@ def metric_reader() -> Iterator[InMemoryMetricReader]:
     use_meter(MeterProvider([reader]))
     yield reader
     use_meter(NoOpMeterProvider())
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Directory of the pretrained model that examples/real/fetch_model.py leaves in the cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    found = home / "paceline" / "smollm2" / "SmolLM2-135M-Instruct"
+    if not found.is_dir():
+        pytest.skip(f"no model in {found}: python examples/real/fetch_model.py")
+    return found

@@ -15,6 +15,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
+from paceline.models.reading import check_vocabulary, end_tokens, read_object
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import metrics
@@ -78,6 +79,7 @@ class Gateway:
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
+        self._check_model()
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
@@ -126,6 +128,20 @@ class Gateway:
             self.state and self.state / "workers.json",
             lambda workers: self.queue.lead_to(self._room(workers)),
         )
+
+    def _check_model(self) -> None:
+        """Logs the end tokens. Raises ConfigError where the tokenizer has more tokens than the
+        model has rows.
+        """
+        model, text = self.config.model_dir, self.codec.files
+        check_vocabulary(text, read_object(model / "config.json").get("vocab_size"))
+        if ends := end_tokens(model, text):
+            log.info("end tokens", tokens=[str(one) for one in ends])
+        else:
+            log.warning(
+                "no file of the model names an end token: answers end at max_tokens",
+                model=str(model),
+            )
 
     def _room(self, workers: int) -> int:
         """Requests inside so many engines, one more than fits into each: it is there when a place

@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline.config import load_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.findings import Finding, looked_at
+from paceline.local.reading_check import reading_findings
 from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sandbox.runs import ALL_LAYERS
@@ -97,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if findings[-1].check == "gpu":  # torch is there, which the engine's host imports
         findings.append(sglang(config))
     findings += [places(config), asyncio.run(walls(config))]
+    if config.model and Path(config.model).is_dir():
+        tokenizer = Path(config.tokenizer) if config.tokenizer else None
+        findings += reading_findings(Path(config.model), tokenizer)
     print(json.dumps([asdict(finding) for finding in findings]))
 
 

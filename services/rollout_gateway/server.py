@@ -17,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.local.forking import Forker
 from paceline.local.patience import patient
 from paceline.local.ports import bound
+from paceline.local.reading_check import check_reading
 from paceline.rpc import EPOCHS, EpochGuard, Server
 from paceline.rpc.progress import add_progress
 from paceline.services.rollout_gateway.api.grpc import RolloutServicer
@@ -97,10 +98,12 @@ async def running(
     joins = None
     if place is not None and gateway.worker_hosts is not None:
         joins = Server(place.hosts_address, config.security)
+    probe = asyncio.create_task(_compare_reading(config if place is None else None))
     port = await _start(gateway, server, joins)
     longest = gateway.router.ready.max_sequence_tokens
     server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
     try:
+        await probe
         app = build_app(gateway, loopback=is_loopback(config.addresses.http))
         socket_path = place.http_socket if place else ""
         http, http_task, http_port = await start_http(app, config, socket_path)
@@ -128,6 +131,18 @@ async def running(
                 await joins.stop(STOP_GRACE_S)
     finally:
         await gateway.stop()
+
+
+async def _compare_reading(config: GatewayConfig | None) -> None:
+    """Compares the reading of the model with transformers', beside the start of the engine.
+
+    Raises ConfigError where text would be misread. None and the scripted engine: nothing is done.
+    """
+    if config is None or config.engine.kind == "scripted":
+        return
+    tokenizer = Path(config.tokenizer) if config.tokenizer else None
+    for line in await asyncio.to_thread(check_reading, config.model_dir, tokenizer):
+        log.warning("the model is read in another way than by transformers", difference=line)
 
 
 async def _start(gateway: Gateway, server: Server, joins: Server | None) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline.cli.models import found_models
 from paceline.cli.plan import Checked, plan_run
 from paceline.errors import ConfigError
+from paceline.local.reading_check import check_reading
 from paceline.tasks import open_tasks
 from paceline.whole_files import write_whole
 
@@ -121,7 +122,10 @@ def write_settings(
     )
     write_whole(file, text)
     try:
-        return plan_run([file], found_models([file], [], say))
+        models = found_models([file], [], say)
+        checked = plan_run([file], models)
+        found = next((one.partition("=")[2] for one in models), model)
+        return checked._replace(lines=[*checked.lines, *check_reading(Path(found))])
     except ConfigError:
         file.unlink()
         raise

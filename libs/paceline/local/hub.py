@@ -25,6 +25,7 @@ NEEDED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     WEIGHTS,
     INDEX,
     "model-*.safetensors",
@@ -81,8 +82,10 @@ def _from_hub(repository: str, revision: str | None, say: Callable[[str], None])
     sizes = {
         file.rfilename: file.size or 0
         for file in about.siblings or ()
-        if any(Path(file.rfilename).match(pattern) for pattern in NEEDED)
-        and "/" not in file.rfilename
+        if any(
+            Path(file.rfilename).match(one) and _depth(file.rfilename) == _depth(one)
+            for one in NEEDED
+        )
     }
     _require_checkpoint(repository, sizes)
     missing = [
@@ -97,6 +100,10 @@ def _from_hub(repository: str, revision: str | None, say: Callable[[str], None])
     found = Path(snapshot_download(repository, revision=revision, allow_patterns=sorted(sizes)))
     say(f"{repository} is at {found}")
     return found
+
+
+def _depth(path: str) -> int:
+    return path.count("/")
 
 
 def _require_checkpoint(repository: str, names: Any) -> None:

@@ -5,7 +5,6 @@ Owns no tensors and imports no torch.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.models.reading import (
+    check_vocabulary,
+    end_tokens,
+    read_object,
+    read_text,
+    token_ids,
+)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -127,25 +133,26 @@ class ModelConfig:
 
 def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
     """ModelConfig of a checkpoint directory in Hugging Face format; `experts`: also of a model
-    whose layers choose among experts.
+    whose layers choose among experts. Its end tokens are those of `reading.end_tokens`.
 
     Raises InvalidInput when the directory or its config.json is missing or unreadable, or names a
     model not known here.
     """
     raw = read_config_json(directory)
-    generation = directory / "generation_config.json"
-    if generation.is_file() and raw.get("eos_token_id") in (None, []):
-        raw["eos_token_id"] = _read_object(generation).get("eos_token_id")
     try:
+        raw["eos_token_id"] = [one.token_id for one in end_tokens(directory)]
         return parse_config(raw, experts=experts)
     except InvalidInput as error:
         raise error.within(directory) from error
 
 
 def check_model(directory: Path) -> None:
-    """Raises ConfigError unless the directory has the config.json of a model known here."""
+    """Raises ConfigError unless the directory has the config.json of a model known here, and no
+    tokenizer with more tokens than that model has rows.
+    """
     try:
-        name = architecture(read_config_json(directory))
+        raw = read_config_json(directory)
+        name = architecture(raw)
     except InvalidInput as error:
         raise ConfigError(
             f"model is no Hugging Face directory: {error.message}", seen=directory
@@ -156,6 +163,7 @@ def check_model(directory: Path) -> None:
             seen=name,
             allowed=", ".join(ARCHITECTURES),
         )
+    check_vocabulary(read_text(directory), raw.get("vocab_size"))
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -163,17 +171,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput("not a checkpoint directory: it has no config.json", seen=directory)
-    return _read_object(path)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path.name} is not JSON: {error}", seen=path) from error
-    if not isinstance(raw, dict):
-        raise InvalidInput(f"{path.name} must hold an object", seen=path)
-    return raw
+    return read_object(path)
 
 
 def architecture(raw: Mapping[str, Any]) -> str:
@@ -223,7 +221,7 @@ def parse_config(raw: Mapping[str, Any], *, experts: bool = False) -> ModelConfi
         output_bias=family != "qwen2" and attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         rope=_rope(raw),
-        eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        eos_token_ids=token_ids(raw.get("eos_token_id")),
         **(_experts(raw) if family in EXPERT_ARCHITECTURES.values() else {}),
     )
 
@@ -328,15 +326,6 @@ def read_flag(raw: Mapping[str, Any], key: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise InvalidInput(f"{key} must be true or false", seen=value, allowed="true, false")
     return bool(value)
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(one) is not int or one < 0 for one in ids):
-        raise InvalidInput(
-            "eos_token_id must be a token id or a list of them", seen=value, allowed=">= 0"
-        )
-    return tuple(ids)
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:

@@ -35,10 +35,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes a checkpoint may be stored in."""
 
+_BUFFERS = (
+    *("rotary_emb.inv_freq", "rotary_emb.original_inv_freq"),
+    *("rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *("attn.masked_bias", "attention.masked_bias", "attn.bias", "attention.bias"),
+    *("embeddings.position_ids", "model.position_ids"),
+)
+"""Ends of the names of buffers that older exporters store beside weights; models compute them."""
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a known buffer, which no reader of weights needs."""
+    return name.endswith(_BUFFERS)
+
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint directory, dtypes as stored: model.safetensors, or all shards
-    model-*.safetensors.
+    """All tensors of a checkpoint directory but known buffers, dtypes as stored:
+    model.safetensors, or all shards model-*.safetensors.
 
     Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors
     file, WeightsError when two files hold the same tensor.
@@ -48,7 +61,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                names = [name for name in opened.keys() if not is_buffer(name)]  # noqa: SIM118
+                part = {name: opened.get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
             size = path.stat().st_size
             raise DataLoss(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.models.reading import TEMPLATE_FOLDER
 from paceline.tensors import TensorLayout, safetensors_header
 from paceline.training.shards import named_tensor
 
@@ -50,6 +51,9 @@ def write_causal_lm(
     for path in start.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(path, directory / path.name)
+    templates = start / TEMPLATE_FOLDER
+    if templates.is_dir():
+        shutil.copytree(templates, directory / TEMPLATE_FOLDER, dirs_exist_ok=True)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     described = json.dumps({**config, "dtype": "float32"}, indent=2)

@@ -54,6 +54,7 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     samples = read_samples(config.data, encoder, target.vocab_size, prompts=config.regenerate)
     config.out.mkdir(parents=True, exist_ok=True)
     lm = load_causal_lm(config.model, DTYPES[config.dtype])
+    lm.generation_config.eos_token_id = list(target.eos_token_ids) or None
     limit = min(config.row_tokens, target.max_position_embeddings)
     if config.regenerate:
         samples = _answers(lm, samples, config, target, limit, tell)

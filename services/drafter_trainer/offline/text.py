@@ -21,6 +21,7 @@ class ModelText:
     """Tokenizer and chat template of a model directory. Raises ConfigError where there is none."""
 
     def __init__(self, directory: Path, eos_token_ids: Sequence[int]) -> None:
+        """`eos_token_ids`: end tokens of the model; a completion's answer ends with the first."""
         from transformers import AutoTokenizer  # seconds of import, needed for text alone
 
         try:
@@ -31,7 +32,7 @@ class ModelText:
                 f"no tokenizer can be loaded from {directory}: {reason}",
                 allowed='records with "input_ids"',
             ) from error
-        self._eos = set(eos_token_ids)
+        self._eos = tuple(eos_token_ids)
         self._front = self._tokenizer("", add_special_tokens=True)["input_ids"][:1]
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
@@ -72,7 +73,7 @@ class ModelText:
         # Some tokenizers end every text.
         while len(begun) > 1 and begun[-1] in self._eos:
             begun = begun[:-1]
-        said = [] if response is None else [*self._encode(response), *sorted(self._eos)[:1]]
+        said = [] if response is None else [*self._encode(response), *self._eos[:1]]
         return self._join([(begun, False), (said, True)])
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:

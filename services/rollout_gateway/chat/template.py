@@ -10,8 +10,7 @@ import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -21,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.models.reading import DEFAULT, TOOL_USE, TextFiles
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 
 _MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(20))
@@ -46,16 +46,17 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # the base class has it so
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> nodes.Node:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(inside)  # its variables stay inside, as transformers has it
 
 
 class ChatTemplate:
     """One template of one model."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """`tokens`: bos_token, eos_token, pad_token as text. Raises jinja2.TemplateSyntaxError."""
+        """`tokens`: special tokens by name, bos_token, ... Raises jinja2.TemplateSyntaxError."""
         self.source = source
         self._tokens = dict(tokens)
         environment = ImmutableSandboxedEnvironment(
@@ -65,7 +66,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = environment.from_string(source)
 
     def render(self, request: ChatRequest) -> str:
@@ -109,29 +110,56 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> str:
         return self._template.render(
-            messages=messages, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
+            messages=messages,
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._tokens,
         )
 
 
-def read_template(
-    directory: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]
-) -> ChatTemplate | None:
-    """That of a model directory: chat_template.jinja, else tokenizer_config.json's.
+class ChatTemplates:
+    """The templates of one model; false for a model without one."""
 
-    Raises ConfigError.
-    """
-    path = directory / "chat_template.jinja"
-    try:
-        source = (
-            path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
-        )
-        if isinstance(source, list):  # several named templates
-            source = next(
-                (entry["template"] for entry in source if entry["name"] == "default"), None
-            )
-        return ChatTemplate(str(source), tokens) if source else None
-    except (jinja2.TemplateError, UnicodeError, LookupError, TypeError) as error:
-        raise ConfigError(f"the chat template of {directory} cannot be read: {error}") from error
+    def __init__(self, files: TextFiles) -> None:
+        """Raises ConfigError for a template that cannot be read."""
+        self._files = files
+        self._read = {
+            files.templates[name]: self._parsed(files.templates[name])
+            for name in (DEFAULT, TOOL_USE)
+            if name in files.templates
+        }
+
+    def _parsed(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self._files.named)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {self._files.directory} cannot be read: {error}"
+            ) from error
+
+    def __bool__(self) -> bool:
+        return bool(self._files.templates)
+
+    @property
+    def source(self) -> str:
+        """Text of the template that is used where tools are given; empty without one."""
+        templates = self._files.templates
+        return templates.get(TOOL_USE) or templates.get(DEFAULT, "")
+
+    def chosen(self, request: ChatRequest) -> ChatTemplate:
+        """The template that transformers chooses: tool_use where tools are given and the model has
+        a template of that name, else default. Raises InvalidInput where there is no such template.
+        """
+        return self._read[self._files.template(tools=bool(request.tools))]
+
+    def render(self, request: ChatRequest) -> str:
+        """As ChatTemplate.render of the chosen template."""
+        return self.chosen(request).render(request)
+
+    def after(self, request: ChatRequest, index: int) -> str | None:
+        """As ChatTemplate.after of the chosen template."""
+        return self.chosen(request).after(request, index)
 
 
 def _refused(error: Exception) -> InvalidInput:

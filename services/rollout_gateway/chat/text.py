@@ -6,7 +6,6 @@ What the model generated is kept as ids and never tokenised again; text is for p
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from paceline.errors import ConfigError, InvalidInput
+from paceline.errors import InvalidInput
+from paceline.models.reading import TextFiles, read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.chat.stream import TextStream
-from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.chat.template import ChatTemplates
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTERS_PER_TOKEN = 8
@@ -30,22 +30,16 @@ class TextCodec:
     """Tokenizer and chat template of one model directory."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                "no tokenizer in the model directory", seen=directory, allowed="tokenizer.json"
-            )
-
-        self._tokenizer, self._within = _read_tokenizers(path)
-        self._adds_up = _adds_up(_read_json(path).get("decoder"))
-        settings = _read_json(directory / "tokenizer_config.json")
-        tokens = {
-            key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")
-        }
-        self._template = read_template(directory, settings, tokens)
+        self.files = files = read_text(directory)
+        self._tokenizer, self._within = _tokenizers(files)
+        self._adds_up = _adds_up(files.spelled.get("decoder"))
+        self._templates = ChatTemplates(files)
         added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content for token in files.added if token.special}
         self._special = {
-            token_id: token.content for token_id, token in added.items() if token.special
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special or token.content in special
         }
         self._added = frozenset(added)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
@@ -53,16 +47,16 @@ class TextCodec:
         self._front = _front(self._tokenizer)
 
     @property
-    def template(self) -> ChatTemplate:
-        """The chat template. Raises InvalidInput for a model without one."""
-        if self._template is None:
+    def template(self) -> ChatTemplates:
+        """The chat templates. Raises InvalidInput for a model without one."""
+        if not self._templates:
             raise InvalidInput("the model has no chat template", allowed="/v1/completions")
-        return self._template
+        return self._templates
 
     @property
     def template_source(self) -> str:
-        """Its text; empty for a model without one."""
-        return "" if self._template is None else self._template.source
+        """Text of the template that is used where tools are given; empty for a model without."""
+        return self._templates.source
 
     def encode(self, text: str, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a text, with the special tokens the model puts around one (bos).
@@ -136,20 +130,16 @@ class TextCodec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def _read_tokenizers(path: Path) -> tuple[Tokenizer, Tokenizer]:
-    """That of a file, and the same for the middle of a text: without the space that some put before
-    a first word.
+def _tokenizers(files: TextFiles) -> tuple[Tokenizer, Tokenizer]:
+    """That of a directory, and the same for the middle of a text: without the space that some put
+    before a first word. Raises ConfigError.
     """
-    try:
-        spelled = json.loads(path.read_text(encoding="utf-8"))
-        whole = _unlimited(Tokenizer.from_file(str(path)))
-        stages = ("normalizer", "pre_tokenizer")
-        within = {**spelled, **{name: _without_prefix(spelled.get(name)) for name in stages}}
-        if all(within[name] == spelled.get(name) for name in stages):
-            return whole, whole
-        return whole, _unlimited(Tokenizer.from_str(json.dumps(within)))
-    except Exception as error:  # the tokenizers package raises no class of its own
-        raise ConfigError(f"{path} is no tokenizer: {error}") from error
+    whole, spelled = files.tokenizer(), files.spelled
+    stages = ("normalizer", "pre_tokenizer")
+    within = {**spelled, **{name: _without_prefix(spelled.get(name)) for name in stages}}
+    if all(within[name] == spelled.get(name) for name in stages):
+        return whole, whole
+    return whole, files.tokenizer(within)
 
 
 def _adds_up(decoder: Any) -> bool:
@@ -161,13 +151,6 @@ def _adds_up(decoder: Any) -> bool:
     stages = decoder.get("decoders", ()) if decoder.get("type") == "Sequence" else (decoder,)
     kinds = [one.get("type") for one in stages]
     return kinds in (["ByteLevel"], ["ByteFallback", "Fuse"])
-
-
-def _unlimited(tokenizer: Tokenizer) -> Tokenizer:
-    """Some files carry the lengths of a training run."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _without_prefix(stage: Any) -> Any:
@@ -230,17 +213,3 @@ def _refuse_far_too_long(tokenizer: Tokenizer, text: str, longest: int) -> None:
                 seen=f"{len(text)} characters",
                 allowed=f"1 to {longest} tokens",
             )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
-
-
-def _token_text(value: object) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
+from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence, StopText
 from paceline.services.rollout_gateway.engines.requests.structures import beyond_json
@@ -105,5 +106,5 @@ class Admission:
         if self._tokenizer is None:
             if not self._tokenizer_path.is_file():
                 raise InvalidInput("stop strings need a tokenizer.json", seen=self._tokenizer_path)
-            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_path))
+            self._tokenizer = read_text(self._tokenizer_path.parent).tokenizer()
         return self._tokenizer

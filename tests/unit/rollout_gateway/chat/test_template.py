@@ -5,6 +5,7 @@ conversation.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from chat_models import CHATML, HEADERS, INSTRUCT, MODELS, THINKING, ChatModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.chat import template as template_module
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
-from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.chat.template import ChatTemplate, ChatTemplates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -131,7 +133,7 @@ def test_names_and_arguments_that_look_like_the_mark_do_not_move_it() -> None:
         ("{{ nobody }}|", "|"),
         ("{{ messages[9] }}|", "|"),
         ("{{ messages[0].nothing }}|{{ messages[0].content.nothing }}", "|"),
-        ("{% if documents is defined %}x{% endif %}{{ add_generation_prompt }}", "True"),
+        ("{% if documents %}x{% endif %}{{ add_generation_prompt }}", "True"),
         ("{% if tools %}x{% endif %}|", "|"),
         ("{{ bos_token }}{{ eos_token }}{{ pad_token }}", "<s></s>"),
         (
@@ -219,19 +221,28 @@ def test_arguments_count_as_values_and_everything_else_as_it_stands() -> None:
     assert len(set(others)) == len(others)
 
 
-def read(directory: Path, **settings: object) -> str:
-    found = read_template(directory, settings, TOKENS)
-    return "" if found is None else found.source
+def read(directory: Path, **settings: object) -> ChatTemplates:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return ChatTemplates(read_text(directory))
 
 
 def test_a_template_is_read_from_its_file_first_and_from_a_list_by_name(tmp_path: Path) -> None:
-    assert read(tmp_path) == ""
-    assert read(tmp_path, chat_template="one") == "one"
+    assert not read(tmp_path)
+    assert read(tmp_path, chat_template="one").render(ABC) == "one"
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert read(tmp_path, chat_template=several) == "plain"
-    assert read(tmp_path, chat_template=several[:1]) == ""
+    assert read(tmp_path, chat_template=several).render(ABC) == "plain"
     (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
-    assert read(tmp_path, chat_template="one") == "file"
+    assert read(tmp_path, chat_template="one").render(ABC) == "file"
+
+
+def test_a_model_with_named_templates_and_no_default_refuses_a_chat_without_tools(
+    tmp_path: Path,
+) -> None:
+    templates = read(tmp_path, chat_template=[{"name": "tool_use", "template": "tools"}])
+    assert templates.render(replace(ABC, tools=(ADD,))) == "tools"
+    with pytest.raises(InvalidInput, match="no default chat template; seen: tool_use"):
+        templates.render(ABC)
 
 
 @pytest.mark.parametrize("content", [b"{% if %}", b"{% nothing %}", b"\xff"])

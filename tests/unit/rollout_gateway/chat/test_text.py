@@ -236,7 +236,7 @@ def test_what_follows_a_message_begins_behind_the_end_that_was_said() -> None:
 @pytest.mark.parametrize("content", [b"{", b"{}", b"\xff", b"[]"])
 def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"no tokenizer"):
         TextCodec(tmp_path)
 
 

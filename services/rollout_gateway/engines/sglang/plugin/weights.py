@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.models.adapters import read_version
-from paceline.models.loading import check_tensors, hash_head, weight_files
+from paceline.models.loading import check_tensors, hash_head, is_buffer, weight_files
 from paceline.services.rollout_gateway.engines.nouns import Capability, missing
 from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
 from paceline.services.rollout_gateway.engines.sglang.plugin import rounded
@@ -41,12 +41,13 @@ _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint, from the headers of its files."""
+    """Names and shapes of a checkpoint without known buffers, from the headers of its files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = tuple(opened.get_slice(name).get_shape())
+                if not is_buffer(name):
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
     return shapes
 
 

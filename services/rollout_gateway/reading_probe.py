@@ -1,0 +1,197 @@
+"""Compares the reading of a model directory with transformers' tokenizer of the same directory.
+
+A program of its own, because it imports transformers: `MODEL [TOKENIZER]` are its arguments, and it
+prints a JSON list of findings. torch stays out, which keeps the import short.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidInput, PacelineError
+from paceline.local.findings import Finding
+from paceline.models.reading import check_vocabulary, end_tokens, read_object, read_text
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
+from paceline.services.rollout_gateway.chat.text import TextCodec
+
+TEXTS = (
+    *("Hello, world!", " two  spaces and 1234567", 'def f(x):\n\treturn {"a": [x]}\n'),
+    *("Grüße, naïve café", "漢字とかな 😀", "Привет мир"),
+)
+TALK = (
+    Message("user", "What is 2+3?"),
+    Message("assistant", "It is 5."),
+    Message("user", "And 4+4?"),
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+}
+TOKENS = 200
+"""Tokens whose bytes are compared."""
+READING = "model reading"
+_ADVICE = "a directory as transformers saves it: tokenizer.save_pretrained(directory)"
+_SHOWN = 120
+
+
+def compared(model: Path, tokenizer: Path) -> list[Finding]:
+    """Every difference to transformers: `fail` where text would be misread, else `warn`."""
+    check_vocabulary(read_text(tokenizer), read_object(model / "config.json").get("vocab_size"))
+    if find_spec("transformers") is None:
+        return [Finding(READING, "ok", "not compared: transformers is not installed")]
+    try:
+        theirs = _load(tokenizer)
+    except Exception as error:  # noqa: BLE001 - other people's code over other people's files
+        seen = f"transformers cannot read {tokenizer}: {type(error).__name__}: {error}"
+        return [Finding(READING, "warn", seen[:400], _ADVICE)]
+    codec = TextCodec(tokenizer)
+    found = [
+        *_ends(model, codec, theirs),
+        *_texts(codec, theirs),
+        *_chats(codec, theirs),
+        *_bytes(model, codec, theirs),
+    ]
+    return found or [Finding(READING, "ok", f"{tokenizer} is read as transformers reads it")]
+
+
+def _load(directory: Path) -> Any:
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def _ends(model: Path, codec: TextCodec, theirs: Any) -> Iterator[Finding]:
+    ours = {one.token_id for one in end_tokens(model, codec.files)}
+    if theirs.eos_token_id is not None and theirs.eos_token_id not in ours:
+        seen = f"transformers ends at {theirs.eos_token_id} {theirs.eos_token!r}, not in {ours}"
+        yield Finding("end tokens", "fail", seen, "eos_token in tokenizer_config.json")
+    if not ours:
+        yield Finding("end tokens", "warn", f"no file of {model} names one", "eos_token_id")
+    named = theirs.special_tokens_map
+    for name in sorted(named.keys() | codec.files.named.keys()):
+        pair = codec.files.named.get(name), named.get(name)
+        if pair[0] != pair[1]:
+            seen = f"{name} is {pair[0]!r}, in transformers {pair[1]!r}"
+            yield Finding("special tokens", "warn", seen, f"{name} in tokenizer_config.json")
+
+
+def _texts(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
+    for text in TEXTS:
+        ours, other = list(codec.encode(text)), theirs(text)["input_ids"]
+        if ours != other:
+            where = _difference(codec, ours, other)
+            yield Finding("encoding", "fail", f"{text!r}: {where}", _ADVICE)
+            return
+        shown = theirs.decode(other, skip_special_tokens=True)
+        if codec.decode(ours) != shown:
+            seen = f"tokens of {text!r} are {codec.decode(ours)!r}, in transformers {shown!r}"
+            yield Finding("decoding", "warn", seen)
+
+
+def _chats(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
+    messages = [{"role": one.role, "content": one.content} for one in TALK]
+    for tools in ((), (TOOL,)):
+        name = "chat with tools" if tools else "chat"
+        given: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
+        if not theirs.chat_template:
+            return
+        try:
+            other = theirs.apply_chat_template(messages, tokenize=False, **given)
+        except Exception as error:  # noqa: BLE001 - a template raises anything
+            other = error
+        request = ChatRequest(TALK, tools)
+        try:
+            ours: str | InvalidInput = codec.template.render(request)
+        except InvalidInput as error:
+            ours = error
+        if isinstance(ours, InvalidInput) or isinstance(other, Exception):
+            if not (isinstance(ours, InvalidInput) and isinstance(other, Exception)):
+                yield Finding(
+                    name, "fail", f"{ours!s:.{_SHOWN}}, in transformers {other!s:.{_SHOWN}}"
+                )
+            continue
+        if ours != other:
+            yield Finding(name, "fail", _parted(ours, other), _ADVICE)
+            continue
+        ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **given)
+        if list(codec.encode_chat(request)) != ids:
+            where = _difference(codec, list(codec.encode_chat(request)), ids)
+            yield Finding(name, "warn", where)
+
+
+def _bytes(model: Path, codec: TextCodec, theirs: Any) -> Iterator[Finding]:
+    """Bytes that a grammar has of a token, against transformers' text of the token in a text."""
+    if find_spec("llguidance") is None:
+        return
+    vocab_size = read_object(model / "config.json").get("vocab_size", codec.files.size)
+    ends = [one.token_id for one in end_tokens(model, codec.files)]
+    try:
+        ours = grammar_bytes(codec.files.directory, vocab_size, ends)
+    except PacelineError as error:
+        yield Finding("grammar", "warn", f"structured answers are refused: {error}"[:400])
+        return
+    special = {*theirs.all_special_ids, *theirs.added_tokens_decoder}
+    plain = theirs("0 0", add_special_tokens=False)["input_ids"]
+    before = theirs.decode(plain)
+    for token_id in range(0, codec.files.size, max(codec.files.size // TOKENS, 1)):
+        text = theirs.decode([*plain, token_id])
+        if token_id in special or not text.startswith(before):
+            continue
+        told = ours[token_id].decode(errors="replace")
+        if told and told != text.removeprefix(before):
+            seen = f"token {token_id} is {told!r}, in transformers {text.removeprefix(before)!r}"
+            yield Finding("grammar", "warn", f"structured answers may be misread: {seen}")
+            return
+
+
+def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> list[bytes]:
+    """[V] the bytes that a grammar has of each token. Raises InvalidInput where tokens are no
+    bytes.
+    """
+    from paceline.services.rollout_gateway.engines.requests.json_schema import load_tokenizer
+
+    guide = load_tokenizer(directory / "tokenizer.json", vocab_size, end_ids or [0])
+    return [guide.decode_bytes([token_id]) for token_id in range(vocab_size)]
+
+
+def _difference(codec: TextCodec, ours: Sequence[int], theirs: Sequence[int]) -> str:
+    pairs = zip(ours, theirs, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+
+    def shown(ids: Sequence[int]) -> str:
+        return (
+            ", ".join(f"{one} {codec.token_text(one)!r}" for one in ids[at : at + 3]) or "nothing"
+        )
+
+    return f"at token {at} {shown(ours)}, in transformers {shown(theirs)}"
+
+
+def _parted(ours: str, theirs: str) -> str:
+    pairs = zip(ours, theirs, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    return f"at character {at} {ours[at : at + 40]!r}, in transformers {theirs[at : at + 40]!r}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the findings."""
+    model = Path(argv[0])
+    try:
+        found = compared(model, Path(argv[1]) if argv[1:] else model)
+    except PacelineError as error:
+        found = [Finding.of_error(READING, error)]
+    print(json.dumps([asdict(one) for one in found]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
