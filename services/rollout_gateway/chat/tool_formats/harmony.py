@@ -24,7 +24,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     GrowingText,
     Reading,
 )
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_arguments
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -111,9 +111,7 @@ def _call(text: GrowingText, name: str) -> Reading[SpelledCall]:
     for every engine.
     """
     yield from text.blanks()
-    if not (yield from text.at("{")):
-        raise Deviation
-    arguments = yield from json_value(text)
+    arguments = yield from json_arguments(text)
     yield from text.blanks()
     for end in _ENDS:
         if (yield from text.at(end)):
