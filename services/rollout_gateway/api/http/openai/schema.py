@@ -20,6 +20,7 @@ from paceline.services.rollout_gateway.api.http.openai.forms import (
 from paceline.services.rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    TEXT_OR_OTHER,
     Arguments,
     Content,
     FunctionShape,
@@ -275,7 +276,14 @@ class ChatBody(GenerationBody):
     logprobs: Off = False
     top_logprobs: TopLogprobs | None = None
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("<text>")]
+            | Annotated[NamedTool, Tag("<other>")],
+            TEXT_OR_OTHER,
+        ]
+        | None
+    ) = None
     parallel_tool_calls: On = True
 
     def unheeded(self) -> Sequence[str]:
