@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,14 +244,14 @@ def add_bos(tokenizer: Tokenizer, bos: str) -> None:
     )
 
 
-def codec_of(tokenizer: Tokenizer, **settings: str) -> TextCodec:
-    """As it is read from a model directory."""
+def codec_of(tokenizer: Tokenizer, end_ids: Sequence[int] = (), **settings: str) -> TextCodec:
+    """As it is read from a model directory, whose model ends answers with `end_ids`."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(str(Path(directory) / "tokenizer.json"))
         (Path(directory) / "tokenizer_config.json").write_text(
             json.dumps(settings), encoding="utf-8"
         )
-        return TextCodec(Path(directory))
+        return TextCodec(Path(directory), end_ids)
 
 
 def vocab_size(codec: TextCodec) -> int:

@@ -15,6 +15,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
+from paceline.models.config import read_config
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import metrics
@@ -77,7 +78,10 @@ class Gateway:
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
-        self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
+        self.codec = TextCodec(
+            Path(config.tokenizer) if config.tokenizer else config.model_dir,
+            end_ids=read_config(config.model_dir, experts=True).eos_token_ids,
+        )
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.engines.requests.stop_texts import TokenNames
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTERS_PER_TOKEN = 8
@@ -29,7 +30,10 @@ SHORTEST_PART = 64
 class TextCodec:
     """Tokenizer and chat template of one model directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, end_ids: Collection[int] = ()) -> None:
+        """`end_ids`: tokens that end an answer, beside the tokenizer's own end token. Raises
+        ConfigError.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -50,6 +54,13 @@ class TextCodec:
         self._added = frozenset(added)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens beside those of text, by their text: markers, and what begins and ends texts."""
+        own_end = self._tokenizer.token_to_id(tokens["eos_token"])
+        self.end_ids = frozenset([*end_ids, *([] if own_end is None else [own_end])])
+        """Tokens that end an answer: no content shows them."""
+        ends = {token_id: self.token_text(token_id) for token_id in self.end_ids}
+        self._plain_ends = ends.keys() - self._special.keys()
+        self._silent = {**ends, **self._special}  # names of the tokens that no content shows
+        self._names = TokenNames(self._tokenizer, self.end_ids)
         self._front = _front(self._tokenizer)
 
     @property
@@ -89,8 +100,11 @@ class TextCodec:
         return _encoded(self._tokenizer, text, bos=bos, longest=longest)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens; broken characters become U+FFFD."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Text of ids, without special tokens and end tokens; broken characters become U+FFFD."""
+        shown = list(token_ids)
+        if self._plain_ends:
+            shown = [one for one in shown if one not in self._plain_ends]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """Text of one token, special ones by their name."""
@@ -114,22 +128,23 @@ class TextCodec:
         text = self.template.after(request, index)
         if text is None:
             return None
-        end = self._special.get(said[-1], "") if said else ""
+        end = self._silent.get(said[-1], "") if said else ""
         return self.encode_piece(text.removeprefix(end), longest)
 
     def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
-        """Decoder of one growing response; of the special tokens only those spelled in `keep`
-        become text.
+        """Decoder of one growing response; of the special tokens and end tokens only those spelled
+        in `keep` become text.
         """
-        if not keep:
+        decode: Callable[[list[int]], str] = self.decode
+        if not keep and not self._plain_ends:
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            return TextStream(decode, tuple(stop), adds_up=self._adds_up)
-        dropped = {token_id for token_id, text in self._special.items() if text not in keep}
-        return TextStream(
-            lambda ids: self.decode_all([one for one in ids if one not in dropped]),
-            tuple(stop),
-            adds_up=self._adds_up,
-        )
+        elif keep:
+            dropped = {token_id for token_id, text in self._silent.items() if text not in keep}
+
+            def decode(ids: list[int]) -> str:
+                return self.decode_all([one for one in ids if one not in dropped])
+
+        return TextStream(decode, tuple(stop), adds_up=self._adds_up, names=self._names)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
