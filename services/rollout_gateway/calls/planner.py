@@ -44,6 +44,7 @@ class Asked:
     count: int = 1  # of each prompt; with a seed, choice i draws with seed + i
     forced_arm: str = ""
     size: int = 0  # bytes of the request
+    special: bool = True  # a text prompt gets the tokens that the tokenizer puts around one
     kept: int | None = None  # last tokens of a prompt that are read; None: all, -1: what fits
 
 
@@ -159,7 +160,7 @@ class Planner:
         if isinstance(prompt, str):
             found = tree.extended_by_text(prompt) if tree is not None else None
             if found is None:
-                encode = partial(self._codec.encode, prompt, longest)
+                encode = partial(self._codec.encode, prompt, longest, special=asked.special)
                 ids = await self._aside.run(asked.size, encode)
             else:
                 parent, rest = found

@@ -61,7 +61,6 @@ class TextCodec:
         self._plain_ends = ends.keys() - self._special.keys()
         self._silent = {**ends, **self._special}  # names of the tokens that no content shows
         self._names = TokenNames(self._tokenizer, self.end_ids)
-        self._front = _front(self._tokenizer)
 
     @property
     def template(self) -> ChatTemplate:
@@ -75,18 +74,21 @@ class TextCodec:
         """Its text; empty for a model without one."""
         return "" if self._template is None else self._template.source
 
-    def encode(self, text: str, longest: int | None = None) -> tuple[int, ...]:
-        """Ids of a text, with the special tokens the model puts around one (bos).
+    def encode(
+        self, text: str, longest: int | None = None, *, special: bool = True
+    ) -> tuple[int, ...]:
+        """Ids of a text; `special`: with the special tokens that the tokenizer puts around one
+        (bos), else with those alone that the text spells.
 
         Raises InvalidInput for more than `longest` of them, without making all of far too many.
         """
-        return self._ids(text, bos=True, longest=longest)
+        return _encoded(self._tokenizer, text, special=special, longest=longest)
 
     def encode_piece(self, text: str, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts
         before a first word. Raises InvalidInput for more than `longest` of them.
         """
-        ids = self._ids(text, longest=longest)
+        ids = self.encode(text, longest, special=False)
         if self._within is self._tokenizer:
             return ids
         # Words behind a special token keep the space that this tokenizer gives them everywhere.
@@ -95,9 +97,6 @@ class TextCodec:
 
     def _before_added(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(itertools.takewhile(lambda one: one not in self._added, ids))
-
-    def _ids(self, text: str, *, bos: bool = False, longest: int | None = None) -> tuple[int, ...]:
-        return _encoded(self._tokenizer, text, bos=bos, longest=longest)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens and end tokens; broken characters become U+FFFD."""
@@ -111,13 +110,12 @@ class TextCodec:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     def encode_chat(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
-        """Ids of a conversation under the model's chat template.
+        """Ids of a conversation under the model's chat template, which writes bos where the model
+        is to see one: as transformers' apply_chat_template.
 
         Raises InvalidInput without one, when it refuses, and for more than `longest` ids.
         """
-        ids = self._ids(self.template.render(request), longest=longest)
-        # A template that does not write bos itself gets it from the tokenizer, once.
-        return ids if self._front == ids[: len(self._front)] else self._front + ids
+        return self.encode(self.template.render(request), longest, special=False)
 
     def encode_after(
         self, request: ChatRequest, index: int, said: Sequence[int], longest: int | None = None
@@ -202,23 +200,13 @@ def _without_prefix(stage: Any) -> Any:
     return found
 
 
-def _front(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a tokenizer puts before a text (bos); what it puts behind one is left out."""
-    ids, bare = (tokenizer.encode("0", add_special_tokens=special).ids for special in (True, False))
-    if not bare:  # the vocabulary lacks it
-        return tuple(ids[:1])
-    return next(
-        (tuple(ids[:size]) for size in range(len(ids)) if ids[size : size + len(bare)] == bare), ()
-    )
-
-
 def _encoded(
-    tokenizer: Tokenizer, text: str, *, bos: bool = False, longest: int | None = None
+    tokenizer: Tokenizer, text: str, *, special: bool = False, longest: int | None = None
 ) -> tuple[int, ...]:
     try:
         if longest is not None:
             _refuse_far_too_long(tokenizer, text, longest)
-        found = tokenizer.encode(text, add_special_tokens=bos)
+        found = tokenizer.encode(text, add_special_tokens=special)
     except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
         raise InvalidInput(
             "the text cannot be spelled in UTF-8", allowed="whole characters"

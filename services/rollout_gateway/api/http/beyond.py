@@ -164,7 +164,7 @@ _SAMPLED: dict[str, Values] = {
 }
 """vLLM's and SGLang's own parameters at the values that switch them off."""
 
-COMPLETIONS = Beyond(_OF_COMPLETIONS, {**_SAMPLED, "add_special_tokens": (True,)})
+COMPLETIONS = Beyond(_OF_COMPLETIONS, _SAMPLED)
 CHAT = Beyond(
     {
         **_OF_COMPLETIONS,

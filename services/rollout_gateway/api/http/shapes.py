@@ -279,6 +279,10 @@ class SampledBody(StrictShape):
         """Last tokens of the prompt that are read; None: all, -1: as many as fit."""
         return None
 
+    def with_special_tokens(self) -> bool:
+        """Whether a text prompt gets the tokens that the tokenizer puts around a text (bos)."""
+        return True
+
     def check(self) -> None:
         """Raises FieldError for fields that cannot go together or are not served."""
 

@@ -12,7 +12,8 @@ import pytest
 from chat_models import add_bos, byte_level, codec_of, metaspace, prepending
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
@@ -103,6 +104,45 @@ def chat(text: str) -> ChatRequest:
 def test_a_chat_begins_with_bos_once() -> None:
     assert CODEC.encode_chat(chat("1+1=")) == CODEC.encode("1+1=")
     assert list(CODEC.encode("1+1=")).count(CODEC.encode("")[0]) == 1
+
+
+BEGINNINGS = {
+    "bos by template and tokenizer": ("{{ bos_token }}{{ messages[0].content }}", True, 1),
+    "bos by the tokenizer": ("{{ messages[0].content }}", True, 0),
+    "bos by the template": ("{{ bos_token }}{{ messages[0].content }}", False, 1),
+    "no bos": ("{{ messages[0].content }}", False, 0),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+@pytest.mark.parametrize("tokenizer", ["byte-level", "metaspace first", "space by the normalizer"])
+def test_a_chat_has_the_bos_that_its_template_writes_as_in_transformers(
+    name: str, tokenizer: str
+) -> None:
+    template, adds, count = BEGINNINGS[name]
+    made = Tokenizer.from_str(TOKENIZERS[tokenizer].to_str())
+    if adds:
+        add_bos(made, "<s>")
+    codec = codec_of(made, chat_template=template, bos_token="<s>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    messages = [{"role": "user", "content": "hello"}]
+    told = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
+    assert codec.encode_chat(chat("hello")) == tuple(told)
+    assert told.count(made.token_to_id("<s>")) == count
+
+
+@pytest.mark.parametrize("tokenizer", ["byte-level", "metaspace first", "space by the normalizer"])
+@pytest.mark.parametrize("text", ["hello", "<s>hello", "<s>", " hello"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_text_is_encoded_with_and_without_special_tokens_as_in_transformers(
+    tokenizer: str, text: str, special: bool
+) -> None:
+    made = Tokenizer.from_str(TOKENIZERS[tokenizer].to_str())
+    add_bos(made, "<s>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    told = theirs(text, add_special_tokens=special)["input_ids"]
+    assert codec_of(made).encode(text, special=special) == tuple(told)
+    assert told.count(made.token_to_id("<s>")) == special + text.count("<s>")
 
 
 def write_template(directory: Path, template: str) -> TextCodec:

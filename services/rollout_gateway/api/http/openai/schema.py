@@ -173,6 +173,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
     logprobs: TopLogprobs | None = None
     echo: Off = False
+    add_special_tokens: On = True  # as vLLM: bos before a text, though the text begins with it
     suffix: str | None = None
     best_of: int | None = None
 
@@ -193,6 +194,9 @@ class CompletionBody(GenerationBody):
             raise FieldError(
                 "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
             )
+
+    def with_special_tokens(self) -> bool:
+        return self.add_special_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each text or token ids."""

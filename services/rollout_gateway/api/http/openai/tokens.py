@@ -46,8 +46,7 @@ class TokenizeBody(StrictShape):
             messages = tuple(one.message() for one in self.messages)
             tools = tuple(one.function.shown() for one in self.tools or ())
             return codec.encode_chat(ChatRequest(messages, tools), longest)
-        encode = codec.encode if self.add_special_tokens else codec.encode_piece
-        return encode(self.prompt or "", longest)
+        return codec.encode(self.prompt or "", longest, special=self.add_special_tokens)
 
 
 class DetokenizeBody(StrictShape):
