@@ -15,7 +15,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
-from paceline.models.config import read_config
+from paceline.models.config import read_end_ids
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import metrics
@@ -80,7 +80,7 @@ class Gateway:
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(
             Path(config.tokenizer) if config.tokenizer else config.model_dir,
-            end_ids=read_config(config.model_dir, experts=True).eos_token_ids,
+            end_ids=read_end_ids(config.model_dir),
         )
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(

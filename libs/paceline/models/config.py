@@ -133,13 +133,22 @@ def read_config(directory: Path, *, experts: bool = False) -> ModelConfig:
     model not known here.
     """
     raw = read_config_json(directory)
-    generation = directory / "generation_config.json"
-    if generation.is_file() and raw.get("eos_token_id") in (None, []):
-        raw["eos_token_id"] = _read_object(generation).get("eos_token_id")
     try:
+        raw["eos_token_id"] = [*read_end_ids(directory)]
         return parse_config(raw, experts=experts)
     except InvalidInput as error:
         raise error.within(directory) from error
+
+
+def read_end_ids(directory: Path) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer of the model. Raises InvalidInput for a missing or
+    unreadable file, and for ids that are none.
+    """
+    named = read_config_json(directory).get("eos_token_id")
+    generation = directory / "generation_config.json"
+    if generation.is_file() and named in (None, []):
+        named = _read_object(generation).get("eos_token_id")
+    return _token_ids(named)
 
 
 def check_model(directory: Path) -> None:
