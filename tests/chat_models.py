@@ -66,6 +66,11 @@ CHATML = """
 
 # Thoughts stay only behind the last question.
 THINKING = """
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- set ns = namespace(last=0) %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
@@ -89,6 +94,7 @@ THINKING = """
 
 HEADERS = """
 {{- bos_token }}
+{%- for tool in tools or [] %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
 {%- for message in messages %}
 {{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}
 {%- if message.tool_calls %}
@@ -117,6 +123,7 @@ INSTRUCT = """
 {%- endif %}
 {%- endfor %}
 {{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {%- for message in rest %}
 {%- if message.role == 'user' %}
 {{- '[INST] ' + (system if loop.index0 == ns.last else '') + message.content + '[/INST]' }}

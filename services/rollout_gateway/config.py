@@ -133,6 +133,10 @@ class ChatConfig(Config):
         "harmony",
     ] = "auto"
     """How tool calls are spelled; auto: what the chat template shows."""
+    tool_prompt: Literal["refuse", "default"] = "refuse"
+    """What becomes of tools, past calls and results that the chat template drops: refuse the
+    request by their names; default: show them as text in the messages, in the format's spelling.
+    """
     tool_grammars: Literal["always", "untrained", "never"] = "untrained"
     """Where a grammar holds calls to their tools' schemas (tool_choice "required" or a name, strict
     tools): untrained: where no tokens may be trained, whose log-probs it would change; always: a

@@ -159,7 +159,8 @@ class World:
             st.none() | st.sampled_from(["Be exact.", "You are a sub-agent. "]) | texts
         )
         messages = [] if system is None else [Message("system", system)]
-        tools = TOOLS if self.data.draw(st.booleans()) else ()
+        shows = self.model.name != "plain"
+        tools = TOOLS if shows and self.data.draw(st.booleans()) else ()
         return Talk([*messages, Message("user", self.data.draw(texts))], tools)
 
     def _planned(self, talk: Talk) -> list[Plan]:
@@ -309,7 +310,8 @@ def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(
     desk, where, codec = Desk(model.codec, model.vocab_size), session(), model.codec
     end = () if model.name == "plain" else (model.end_id,)
     system = data.draw(st.lists(plain_texts.map(lambda text: Message("system", text)), max_size=1))
-    request = ChatRequest((*system, Message("user", data.draw(plain_texts))), TOOLS)
+    tools = () if model.name == "plain" else TOOLS
+    request = ChatRequest((*system, Message("user", data.draw(plain_texts))), tools)
     for _ in range(data.draw(st.integers(1, 5))):
         (plan,) = desk.chat(Asked(Caller(where), sampling(), desk.name), request)
         assert codec.decode_all(plan.prompt) == rendered(model, request)

@@ -64,7 +64,8 @@ class Planner:
         self._sessions = sessions
         self._ready = ready
         self._aside = aside
-        self._prompts = ChatPrompts(config.chat, codec)
+        self.prompts = ChatPrompts(config.chat, codec)
+        """Prompts of conversations."""
 
     async def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
         """Answers to one conversation.
@@ -83,7 +84,7 @@ class Planner:
         holds = self._holds_calls(given)
         held = Held(holds, asked.sampling(1).json_schema if holds else "")
         prompt = await self._aside.run(
-            asked.size, lambda: self._prompts.prompt(request, known, longest, held)
+            asked.size, lambda: self.prompts.prompt(request, known, longest, held)
         )
         plan = Plan(
             prompt.ids,

@@ -109,13 +109,20 @@ class TextCodec:
         """Text of one token, special ones by their name."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def encode_chat(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        request: ChatRequest,
+        longest: int | None = None,
+        check: Callable[[str], None] = lambda rendered: None,
+    ) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template, which writes bos where the model
-        is to see one: as transformers' apply_chat_template.
+        is to see one: as transformers' apply_chat_template. `check` gets the rendered text.
 
         Raises InvalidInput without one, when it refuses, and for more than `longest` ids.
         """
-        return self.encode(self.template.render(request), longest, special=False)
+        rendered = self.template.render(request)
+        check(rendered)
+        return self.encode(rendered, longest, special=False)
 
     def encode_after(
         self, request: ChatRequest, index: int, said: Sequence[int], longest: int | None = None

@@ -8,7 +8,7 @@ reads tokens by a vocabulary which it downloads when it starts, and nothing else
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.services.rollout_gateway.chat.tool_formats.base import (
@@ -88,6 +88,9 @@ class Harmony(ToolFormat):
 
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         return [self.beginning(tool.name), rules.json(tool.parameters)]
+
+    def written(self, calls: Sequence[SpelledCall]) -> str:
+        return "".join(f"{self.beginning(one.name)}{one.arguments}{_CALL}" for one in calls)
 
     def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
         """Thoughts and preambles, then a call or the answer."""

@@ -46,6 +46,10 @@ class KimiK2(ToolFormat):
         number, arguments = rules.regex("[0-9]{1,4}"), rules.json(tool.parameters)
         return [f"{_ONE}functions.{tool.name}:", number, _ARGUMENTS, arguments, _ONE_END]
 
+    def _written(self, call: SpelledCall, index: int) -> str:
+        named = f"{_ONE}functions.{call.name}:{index}"
+        return f"{named}{_ARGUMENTS}{call.arguments}{_ONE_END}"
+
     def beginning(self, name: str = "") -> str:
         return f"{_ALL}{_ONE}functions.{name}{':' if name else ''}"
 

@@ -63,6 +63,22 @@ class Tags:
         return bool(name) and not set("<>\n\0") & set(name) and name == name.strip()
 
 
+def written_arguments(arguments: str, tags: Tags) -> str:
+    """A JSON object of arguments as text between tags; other text stays as it is."""
+    try:
+        members = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if not isinstance(members, dict):
+        return arguments
+    return "".join(
+        tags.open(name)
+        + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        + tags.end
+        for name, value in members.items()
+    )
+
+
 class Parameters:
     """What the arguments of one tool are."""
 
