@@ -32,7 +32,7 @@ CORPUS = (
     "[/INST] hello world",
 )
 
-PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PLAIN = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 CHATML = """
 {%- if tools %}

@@ -61,8 +61,9 @@ CASES = cases()
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     model_dir = tiny_model(tmp_path_factory.mktemp("cases") / "beside")
-    engine = {"kind": "embedded", "max_sequence_tokens": 256}
-    async with serving(model_dir, {}, model=str(POLICY_MODEL), engine=engine) as one:
+    engine = {"kind": "embedded", "max_sequence_tokens": 512}
+    chat = {"tool_format": "hermes", "tool_prompt": "default"}  # its template shows no tools
+    async with serving(model_dir, {}, model=str(POLICY_MODEL), engine=engine, chat=chat) as one:
         yield one
 
 

@@ -48,7 +48,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
         model=POLICY,
         drafter="ngram",
         engine={"kind": "embedded", "workers": 1},
-        chat={"tool_format": "qwen3_coder"},
+        chat={"tool_format": "qwen3_coder", "tool_prompt": "default"},
     ) as served:
         yield served
 

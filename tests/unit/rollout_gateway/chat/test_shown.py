@@ -145,7 +145,9 @@ def test_a_dialogue_under_the_default_tool_prompt_keeps_its_tokens(
     system: tuple[Message, ...],
 ) -> None:
     codec = codec_of(
-        byte_level(["<|im_start|>", "<|im_end|>"]), chat_template=TURNS, eos_token="<|im_end|>"
+        byte_level(["<|im_start|>", "<|im_end|>"]),
+        chat_template=TURNS + "<|im_start|>assistant\n",
+        eos_token="<|im_end|>",
     )
     settings = {"tool_prompt": "default", "tool_format": "hermes"}
     desk, where = Desk(codec, vocab_size(codec), chat=settings), session()
@@ -161,7 +163,7 @@ def test_a_dialogue_under_the_default_tool_prompt_keeps_its_tokens(
     (after,) = desk.chat(Asked(Caller(where), sampling(), desk.name), request)
     assert after.parent is where.tree.turns[0]
     assert after.prompt[: len(plan.prompt) + len(ids)] == (*plan.prompt, *ids)
-    turn = "\n<|im_start|>tool\nrain<|im_end|>\n"
+    turn = "\n<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
     assert codec.decode_all(after.new_ids) == turn
     # A client whose history is new gets the same text.
     assert codec.decode_all(desk.planner.prompts.encode(request)) == codec.decode_all(after.prompt)
