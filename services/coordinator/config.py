@@ -254,11 +254,9 @@ class CoordinatorConfig(ServiceConfig):
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
-        if 0 < self.evaluation.temperature < LEAST_TEMPERATURE:
+        if 0 < (seen := self.evaluation.temperature) < LEAST_TEMPERATURE:
             raise ConfigError(
-                "coordinator.evaluation.temperature is too small",
-                seen=self.evaluation.temperature,
-                allowed=f"0, or {LEAST_TEMPERATURE:g} to 10",
+                "evaluation.temperature is too small", seen=seen, allowed="0 or 1e-20"
             )
         if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
             raise ConfigError(

@@ -65,6 +65,12 @@ _SHARES = 10_000
 log = get_logger(__name__)
 
 
+def _codec(config: GatewayConfig) -> TextCodec:
+    """The tokenizer, with the end tokens of the model."""
+    directory = Path(config.tokenizer) if config.tokenizer else config.model_dir
+    return TextCodec(directory, end_ids=read_end_ids(config.model_dir))
+
+
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
@@ -78,10 +84,7 @@ class Gateway:
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
-        self.codec = TextCodec(
-            Path(config.tokenizer) if config.tokenizer else config.model_dir,
-            end_ids=read_end_ids(config.model_dir),
-        )
+        self.codec = _codec(config)
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())

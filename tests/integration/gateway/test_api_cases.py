@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from integration.gateway.conftest import POLICY_MODEL, Served, serving, tiny_model
+from integration.gateway.conversations import naming_tokenizer
 
 ROOT = Path(__file__).parents[3]
 USER = [{"role": "user", "content": "1+1="}]
@@ -61,9 +62,10 @@ CASES = cases()
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     model_dir = tiny_model(tmp_path_factory.mktemp("cases") / "beside")
-    engine = {"kind": "embedded", "max_sequence_tokens": 512}
-    chat = {"tool_format": "hermes", "tool_prompt": "default"}  # its template shows no tools
-    async with serving(model_dir, {}, model=str(POLICY_MODEL), engine=engine, chat=chat) as one:
+    engine = {"kind": "embedded", "max_sequence_tokens": 256}
+    words = naming_tokenizer(POLICY_MODEL, model_dir.parent / "naming")
+    settings = {"model": str(POLICY_MODEL), "tokenizer": words, "engine": engine}
+    async with serving(model_dir, {}, **settings) as one:
         yield one
 
 

@@ -146,7 +146,7 @@ def test_a_dialogue_under_the_default_tool_prompt_keeps_its_tokens(
 ) -> None:
     codec = codec_of(
         byte_level(["<|im_start|>", "<|im_end|>"]),
-        chat_template=TURNS + "<|im_start|>assistant\n",
+        chat_template=TURNS + "{{ '<|im_start|>assistant\\n' }}",
         eos_token="<|im_end|>",
     )
     settings = {"tool_prompt": "default", "tool_format": "hermes"}
