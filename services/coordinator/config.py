@@ -255,9 +255,7 @@ class CoordinatorConfig(ServiceConfig):
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
         if 0 < (seen := self.evaluation.temperature) < LEAST_TEMPERATURE:
-            raise ConfigError(
-                "evaluation.temperature is too small", seen=seen, allowed="0 or 1e-20"
-            )
+            raise ConfigError("evaluation.temperature", seen=seen, allowed="0, or 1e-20 to 10")
         if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
             raise ConfigError(
                 "greedy samples of a task are all the same; coordinator.evaluation.samples",
