@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ CORPUS = (
     "[/INST] hello world",
 )
 
-PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PLAIN = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 CHATML = """
 {%- if tools %}
@@ -65,6 +66,11 @@ CHATML = """
 
 # Thoughts stay only behind the last question.
 THINKING = """
+{%- if tools %}
+{{- '<|im_start|>system\\n# Tools' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- set ns = namespace(last=0) %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
@@ -88,6 +94,7 @@ THINKING = """
 
 HEADERS = """
 {{- bos_token }}
+{%- for tool in tools or [] %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
 {%- for message in messages %}
 {{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}
 {%- if message.tool_calls %}
@@ -116,6 +123,7 @@ INSTRUCT = """
 {%- endif %}
 {%- endfor %}
 {{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
 {%- for message in rest %}
 {%- if message.role == 'user' %}
 {{- '[INST] ' + (system if loop.index0 == ns.last else '') + message.content + '[/INST]' }}
@@ -243,14 +251,14 @@ def add_bos(tokenizer: Tokenizer, bos: str) -> None:
     )
 
 
-def codec_of(tokenizer: Tokenizer, **settings: str) -> TextCodec:
-    """As it is read from a model directory."""
+def codec_of(tokenizer: Tokenizer, end_ids: Sequence[int] = (), **settings: str) -> TextCodec:
+    """As it is read from a model directory, whose model ends answers with `end_ids`."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(str(Path(directory) / "tokenizer.json"))
         (Path(directory) / "tokenizer_config.json").write_text(
             json.dumps(settings), encoding="utf-8"
         )
-        return TextCodec(Path(directory))
+        return TextCodec(Path(directory), end_ids)
 
 
 def vocab_size(codec: TextCodec) -> int:

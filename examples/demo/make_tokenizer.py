@@ -16,7 +16,7 @@ SPECIALS = ("<bos>", "<eos>", "<pad>")
 CHARACTERS = "0123456789:=%-#;+*/(),. \n"
 TASK_TOKENS = 64
 CONTEXT_TOKENS = 512
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def vocabulary() -> dict[str, int]:

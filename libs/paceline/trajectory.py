@@ -28,6 +28,11 @@ ALIKE = 1e-6
 NEAR_TIE_GAP = 1e-5
 """A draw whose perturbed top-two gap is below this may flip with the batch composition."""
 
+LEAST_TEMPERATURE = 9.999999682655225e-21
+"""1e-20 in fp32, as the wire holds it. Logits divided by a smaller temperature above 0 may
+overflow.
+"""
+
 
 class Target(StrEnum):
     """Which weights of a version set."""

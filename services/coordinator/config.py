@@ -17,6 +17,7 @@ from paceline.services.coordinator.machine.settings import (
 )
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns
+from paceline.trajectory import LEAST_TEMPERATURE
 
 EXTERNAL = "external"
 """Environment whose tasks are run by agents from outside."""
@@ -41,7 +42,7 @@ class Scoring(NamedTuple):
 class SamplingConfig(Config):
     """How training samples are drawn."""
 
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=10)
     """Softmax temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """Tokens of a response at most."""
@@ -253,6 +254,8 @@ class CoordinatorConfig(ServiceConfig):
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
+        if 0 < (seen := self.evaluation.temperature) < LEAST_TEMPERATURE:
+            raise ConfigError("evaluation.temperature", seen=seen, allowed="0, or 1e-20 to 10")
         if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
             raise ConfigError(
                 "greedy samples of a task are all the same; coordinator.evaluation.samples",

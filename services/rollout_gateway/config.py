@@ -14,6 +14,7 @@ from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.settings import Precision
+from paceline.trajectory import LEAST_TEMPERATURE
 
 
 class SpeculationConfig(Config):
@@ -62,7 +63,7 @@ class SessionsConfig(Config):
     """What a session to be trained does with sampling that cannot be trained (top_p below 1, a
     penalty ...): refuse the request, or draw with the run's own sampling and say so in a header.
     """
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=10)
     """The temperature that such a session draws with, outside the tasks of a run, which have
     theirs.
     """
@@ -132,6 +133,10 @@ class ChatConfig(Config):
         "harmony",
     ] = "auto"
     """How tool calls are spelled; auto: what the chat template shows."""
+    tool_prompt: Literal["refuse", "default"] = "refuse"
+    """What becomes of tools, past calls and results that the chat template drops: refuse the
+    request by their names; default: show them as text in the messages, in the format's spelling.
+    """
     tool_grammars: Literal["always", "untrained", "never"] = "untrained"
     """Where a grammar holds calls to their tools' schemas (tool_choice "required" or a name, strict
     tools): untrained: where no tokens may be trained, whose log-probs it would change; always: a

@@ -65,6 +65,13 @@ _SHARES = 10_000
 log = get_logger(__name__)
 
 
+def _codec(config: GatewayConfig) -> TextCodec:
+    """The tokenizer, with the end tokens of the model."""
+    directory = Path(config.tokenizer) if config.tokenizer else config.model_dir
+    ends = end_tokens(config.model_dir)
+    return TextCodec(directory, end_ids=[one.token_id for one in ends])
+
+
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
@@ -78,7 +85,7 @@ class Gateway:
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
-        self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
+        self.codec = _codec(config)
         self._check_model()
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(

@@ -42,7 +42,7 @@ class HeldOut:
         Raises InvalidInput for tasks that leave no room for an answer, and what building an engine
         raises.
         """
-        codec = TextCodec(directory)
+        codec = TextCodec(directory, read_config(directory).eos_token_ids)
         prompts = [codec.encode(task.prompt) for task in self.tasks]
         longest, room = max(map(len, prompts)), read_config(directory).max_position_embeddings
         if longest >= room:

@@ -33,7 +33,6 @@ class ModelText:
                 allowed='records with "input_ids"',
             ) from error
         self._eos = tuple(eos_token_ids)
-        self._front = self._tokenizer("", add_special_tokens=True)["input_ids"][:1]
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
         """Every answer counts whose beginning the template renders the same whatever follows, at
@@ -62,10 +61,7 @@ class ModelText:
             )
 
         parts.append((whole[done:], False))
-        encoded = [(self._encode(text), said) for text, said in parts]
-        first = encoded[0][0][:1]
-        # A template that does not write bos itself gets it from the tokenizer, once.
-        return self._join([(self._front if self._front != first else [], False), *encoded])
+        return self._join([(self._encode(text), said) for text, said in parts])
 
     def completion(self, prompt: str, response: str | None) -> Example:
         """The prompt as the tokenizer begins a text; the answer ends with the model's end token."""

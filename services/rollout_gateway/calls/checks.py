@@ -24,6 +24,7 @@ CHECKED_FIELDS = (
     "prompt",
     *FIELDS.values(),
     "messages",
+    "tools",
     "tool_choice",
     "truncate_prompt_tokens",
 )

@@ -44,6 +44,7 @@ class Asked:
     count: int = 1  # of each prompt; with a seed, choice i draws with seed + i
     forced_arm: str = ""
     size: int = 0  # bytes of the request
+    special: bool = True  # a text prompt gets the tokens that the tokenizer puts around one
     kept: int | None = None  # last tokens of a prompt that are read; None: all, -1: what fits
 
 
@@ -63,7 +64,8 @@ class Planner:
         self._sessions = sessions
         self._ready = ready
         self._aside = aside
-        self._prompts = ChatPrompts(config.chat, codec)
+        self.prompts = ChatPrompts(config.chat, codec)
+        """Prompts of conversations."""
 
     async def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
         """Answers to one conversation.
@@ -82,7 +84,7 @@ class Planner:
         holds = self._holds_calls(given)
         held = Held(holds, asked.sampling(1).json_schema if holds else "")
         prompt = await self._aside.run(
-            asked.size, lambda: self._prompts.prompt(request, known, longest, held)
+            asked.size, lambda: self.prompts.prompt(request, known, longest, held)
         )
         plan = Plan(
             prompt.ids,
@@ -159,7 +161,7 @@ class Planner:
         if isinstance(prompt, str):
             found = tree.extended_by_text(prompt) if tree is not None else None
             if found is None:
-                encode = partial(self._codec.encode, prompt, longest)
+                encode = partial(self._codec.encode, prompt, longest, special=asked.special)
                 ids = await self._aside.run(asked.size, encode)
             else:
                 parent, rest = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
@@ -19,6 +20,7 @@ from paceline.services.rollout_gateway.chat.parse import (
     knows_reasoning,
     opens_reasoning,
 )
+from paceline.services.rollout_gateway.chat.shown import ShownTools
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.chat.tool_formats import (
     ToolFormat,
@@ -71,6 +73,7 @@ class ChatPrompts:
         self._content_beginning = self._format.content_beginning if self._format else ""
         self._vocabulary = Vocabulary(codec.added_tokens)
         ends = self._format.ends if self._format else ()
+        self._tools = ShownTools(codec, self._format, config.tool_prompt)
         self._stop_ids = tuple(codec.added_tokens[end] for end in ends if end in codec.added_tokens)
 
     def prompt(
@@ -104,6 +107,15 @@ class ChatPrompts:
         thinks = inside and not forced and not request.prefill
         return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, THOUGHT if thinks else "")
 
+    def encode(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
+        """Ids of a whole conversation up to where the model speaks.
+
+        Raises InvalidInput where the template refuses it or drops its tools, and for more than
+        `longest` ids.
+        """
+        fitted, _ = self._tools.fitted(request)
+        return self._codec.encode_chat(fitted, longest, partial(self._tools.check, request))
+
     def _offered(self, request: ChatRequest) -> ToolFormat | None:
         """What the answer is read by; None: it is text."""
         if self._format is None:
@@ -134,11 +146,12 @@ class ChatPrompts:
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
-            before = known.messages - 1
-            rest = self._codec.encode_after(request, before, known.response_ids, longest)
+            fitted, shift = self._tools.fitted(request)
+            before = known.messages - 1 + shift
+            rest = self._codec.encode_after(fitted, before, known.response_ids, longest)
             if rest is not None:
                 return (*known.token_ids, *rest), True
-        return self._codec.encode_chat(request, longest), False
+        return self.encode(request, longest), False
 
     def _forced(self, request: ChatRequest, inside: bool) -> str:
         """How the answer has to begin; empty when it may be anything.

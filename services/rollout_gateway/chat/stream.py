@@ -4,7 +4,14 @@ character.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+from paceline.services.rollout_gateway.engines.requests.stop_texts import (
+    TokenNames,
+    find_stop,
+    is_inside,
+    name_spans,
+)
 
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""
@@ -30,10 +37,13 @@ class TextStream:
         stop: tuple[str, ...],
         *,
         adds_up: bool = False,
+        names: TokenNames | None = None,
     ) -> None:
         """adds_up: the text of ids is that of their parts, wherever the cut lies between two whole
-        characters.
+        characters. names: of the tokens inside whose names no stop string counts.
         """
+        self._token_names = names
+        self._names: frozenset[str] = frozenset()  # of the tokens that came
         self._decode = decode
         self._stop = stop
         self._adds_up = adds_up
@@ -49,9 +59,11 @@ class TextStream:
         news = self._whole() or self._advance(final=False)
         if not self._stop:
             return news
+        if self._token_names is not None:
+            self._names |= self._token_names.among(token_ids)
         self._held += news
         overlap = _beginning if early else _overlap
-        keep = max((overlap(self._held, stop) for stop in self._stop), default=0)
+        keep = max((overlap(self._held, stop, self._names) for stop in self._stop), default=0)
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return text
@@ -63,8 +75,10 @@ class TextStream:
         text, self._held = self._held + self._advance(final=True), ""
         if not matched_stop:
             return text
-        said, found, _ = text.partition(matched_stop)
-        return said + found * keep
+        at = find_stop(text, matched_stop, self._names)
+        if at < 0:  # the engine's tokens spell a name that is no token there
+            at = text.rfind(matched_stop)
+        return text if at < 0 else text[: at + len(matched_stop) * keep]
 
     def _whole(self) -> str:
         """Text of all ids where nothing depends on others and all characters are whole, as nearly
@@ -103,22 +117,18 @@ class TextStream:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap(text: str, stop: str, names: Collection[str]) -> int:
     """Characters at the end of `text` to hold back: from a whole `stop` inside, or a beginning of
     one at the end.
     """
-    if stop in text:
-        return len(text) - text.index(stop)
-    return _beginning(text, stop)
+    at = find_stop(text, stop, names)
+    return len(text) - at if at >= 0 else _beginning(text, stop, names)
 
 
-def _beginning(text: str, stop: str) -> int:
+def _beginning(text: str, stop: str, names: Collection[str]) -> int:
     """Characters at the end of `text` that a stop string begins with, but for a whole one."""
-    return next(
-        (
-            size
-            for size in range(min(len(stop) - 1, len(text)), 0, -1)
-            if text.endswith(stop[:size])
-        ),
-        0,
-    )
+    sizes = [
+        size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
+    ]
+    spans = name_spans(text, names) if sizes else []
+    return next((size for size in sizes if not is_inside(len(text) - size, spans)), 0)

@@ -6,7 +6,7 @@ What the model generated is kept as ids and never tokenised again; text is for p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paceline.models.reading import TextFiles, read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplates
+from paceline.services.rollout_gateway.engines.requests.stop_texts import TokenNames
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTERS_PER_TOKEN = 8
@@ -29,7 +30,10 @@ SHORTEST_PART = 64
 class TextCodec:
     """Tokenizer and chat template of one model directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, end_ids: Collection[int] = ()) -> None:
+        """`end_ids`: tokens that end an answer, beside the tokenizer's own end token. Raises
+        ConfigError.
+        """
         self.files = files = read_text(directory)
         self._tokenizer, self._within = _tokenizers(files)
         self._adds_up = _adds_up(files.spelled.get("decoder"))
@@ -44,7 +48,13 @@ class TextCodec:
         self._added = frozenset(added)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens beside those of text, by their text: markers, and what begins and ends texts."""
-        self._front = _front(self._tokenizer)
+        own_end = self._tokenizer.token_to_id(files.named.get("eos_token", ""))
+        self.end_ids = frozenset([*end_ids, *([] if own_end is None else [own_end])])
+        """Tokens that end an answer: no content shows them."""
+        ends = {token_id: self.token_text(token_id) for token_id in self.end_ids}
+        self._plain_ends = ends.keys() - self._special.keys()
+        self._silent = {**ends, **self._special}  # names of the tokens that no content shows
+        self._names = TokenNames(self._tokenizer, self.end_ids)
 
     @property
     def template(self) -> ChatTemplates:
@@ -58,18 +68,21 @@ class TextCodec:
         """Text of the template that is used where tools are given; empty for a model without."""
         return self._templates.source
 
-    def encode(self, text: str, longest: int | None = None) -> tuple[int, ...]:
-        """Ids of a text, with the special tokens the model puts around one (bos).
+    def encode(
+        self, text: str, longest: int | None = None, *, special: bool = True
+    ) -> tuple[int, ...]:
+        """Ids of a text; `special`: with the special tokens that the tokenizer puts around one
+        (bos), else with those alone that the text spells.
 
         Raises InvalidInput for more than `longest` of them, without making all of far too many.
         """
-        return self._ids(text, bos=True, longest=longest)
+        return _encoded(self._tokenizer, text, special=special, longest=longest)
 
     def encode_piece(self, text: str, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts
         before a first word. Raises InvalidInput for more than `longest` of them.
         """
-        ids = self._ids(text, longest=longest)
+        ids = self.encode(text, longest, special=False)
         if self._within is self._tokenizer:
             return ids
         # Words behind a special token keep the space that this tokenizer gives them everywhere.
@@ -79,25 +92,31 @@ class TextCodec:
     def _before_added(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(itertools.takewhile(lambda one: one not in self._added, ids))
 
-    def _ids(self, text: str, *, bos: bool = False, longest: int | None = None) -> tuple[int, ...]:
-        return _encoded(self._tokenizer, text, bos=bos, longest=longest)
-
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens; broken characters become U+FFFD."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Text of ids, without special tokens and end tokens; broken characters become U+FFFD."""
+        shown = list(token_ids)
+        if self._plain_ends:
+            shown = [one for one in shown if one not in self._plain_ends]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """Text of one token, special ones by their name."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def encode_chat(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
-        """Ids of a conversation under the model's chat template.
+    def encode_chat(
+        self,
+        request: ChatRequest,
+        longest: int | None = None,
+        check: Callable[[str], None] = lambda rendered: None,
+    ) -> tuple[int, ...]:
+        """Ids of a conversation under the model's chat template, which writes bos where the model
+        is to see one: as transformers' apply_chat_template. `check` gets the rendered text.
 
         Raises InvalidInput without one, when it refuses, and for more than `longest` ids.
         """
-        ids = self._ids(self.template.render(request), longest=longest)
-        # A template that does not write bos itself gets it from the tokenizer, once.
-        return ids if self._front == ids[: len(self._front)] else self._front + ids
+        rendered = self.template.render(request)
+        check(rendered)
+        return self.encode(rendered, longest, special=False)
 
     def encode_after(
         self, request: ChatRequest, index: int, said: Sequence[int], longest: int | None = None
@@ -108,22 +127,23 @@ class TextCodec:
         text = self.template.after(request, index)
         if text is None:
             return None
-        end = self._special.get(said[-1], "") if said else ""
+        end = self._silent.get(said[-1], "") if said else ""
         return self.encode_piece(text.removeprefix(end), longest)
 
     def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
-        """Decoder of one growing response; of the special tokens only those spelled in `keep`
-        become text.
+        """Decoder of one growing response; of the special tokens and end tokens only those spelled
+        in `keep` become text.
         """
-        if not keep:
+        decode: Callable[[list[int]], str] = self.decode
+        if not keep and not self._plain_ends:
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            return TextStream(decode, tuple(stop), adds_up=self._adds_up)
-        dropped = {token_id for token_id, text in self._special.items() if text not in keep}
-        return TextStream(
-            lambda ids: self.decode_all([one for one in ids if one not in dropped]),
-            tuple(stop),
-            adds_up=self._adds_up,
-        )
+        elif keep:
+            dropped = {token_id for token_id, text in self._silent.items() if text not in keep}
+
+            def decode(ids: list[int]) -> str:
+                return self.decode_all([one for one in ids if one not in dropped])
+
+        return TextStream(decode, tuple(stop), adds_up=self._adds_up, names=self._names)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
@@ -170,23 +190,13 @@ def _without_prefix(stage: Any) -> Any:
     return found
 
 
-def _front(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a tokenizer puts before a text (bos); what it puts behind one is left out."""
-    ids, bare = (tokenizer.encode("0", add_special_tokens=special).ids for special in (True, False))
-    if not bare:  # the vocabulary lacks it
-        return tuple(ids[:1])
-    return next(
-        (tuple(ids[:size]) for size in range(len(ids)) if ids[size : size + len(bare)] == bare), ()
-    )
-
-
 def _encoded(
-    tokenizer: Tokenizer, text: str, *, bos: bool = False, longest: int | None = None
+    tokenizer: Tokenizer, text: str, *, special: bool = False, longest: int | None = None
 ) -> tuple[int, ...]:
     try:
         if longest is not None:
             _refuse_far_too_long(tokenizer, text, longest)
-        found = tokenizer.encode(text, add_special_tokens=bos)
+        found = tokenizer.encode(text, add_special_tokens=special)
     except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
         raise InvalidInput(
             "the text cannot be spelled in UTF-8", allowed="whole characters"

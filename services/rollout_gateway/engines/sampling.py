@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from paceline.errors import InvalidInput
+from paceline.trajectory import LEAST_TEMPERATURE
 
 INT_LIMIT = 2**31
 UNSEEDED = -1
@@ -97,21 +98,26 @@ class Range:
     low: float
     high: float
     above: bool = False  # low itself is out
+    or_zero: bool = False  # 0 is in as well, below low
 
     def holds(self, value: float) -> bool:
         """Whether a value may be used."""
+        if self.or_zero and value == 0:
+            return True
         return (self.low < value if self.above else self.low <= value) and value <= self.high
 
     def __str__(self) -> str:
         high = "" if self.high >= INT_LIMIT - 1 else f"{self.high:g}"
         if self.above:
             return f"above {self.low:g} and at most {high}"
+        if self.or_zero:
+            return f"0, or {self.low:g} to {high}"
         return f"{self.low:g} to {high}" if high else f"at least {self.low:g}"
 
 
 RANGES = {
     "max_tokens": Range(1, INT_LIMIT - 1),
-    "temperature": Range(0, 10),
+    "temperature": Range(LEAST_TEMPERATURE, 10, or_zero=True),
     "top_p": Range(0, 1, above=True),
     "top_k": Range(0, INT_LIMIT - 1),
     "min_p": Range(0, 1),

@@ -5,6 +5,7 @@ scripted replies.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ WEATHER = {
     "required": ["city"],
 }
 """Arguments of the tool `weather`."""
+
+
+NAMING = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+"""The demo's form with the names of the tools before it."""
+
+
+def naming_tokenizer(model_dir: Path, directory: Path) -> str:
+    """A directory with the tokenizer of a model and a template that names the tools."""
+    directory.mkdir(parents=True)
+    shutil.copy(model_dir / "tokenizer.json", directory)
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
+    text = json.dumps({**settings, "chat_template": NAMING})
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    return str(directory)
 
 
 def teach(model_dir: Path, script: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from integration.gateway.conftest import POLICY_MODEL, Served, serving, tiny_model
+from integration.gateway.conversations import naming_tokenizer
 
 ROOT = Path(__file__).parents[3]
 USER = [{"role": "user", "content": "1+1="}]
@@ -62,7 +63,9 @@ CASES = cases()
 async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     model_dir = tiny_model(tmp_path_factory.mktemp("cases") / "beside")
     engine = {"kind": "embedded", "max_sequence_tokens": 256}
-    async with serving(model_dir, {}, model=str(POLICY_MODEL), engine=engine) as one:
+    words = naming_tokenizer(POLICY_MODEL, model_dir.parent / "naming")
+    settings = {"model": str(POLICY_MODEL), "tokenizer": words, "engine": engine}
+    async with serving(model_dir, {}, **settings) as one:
         yield one
 
 

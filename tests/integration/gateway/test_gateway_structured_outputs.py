@@ -15,6 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 from integration.gateway.conftest import Served, serving, sums, tiny_model
+from integration.gateway.conversations import naming_tokenizer
 
 from paceline.local.patience import patient
 
@@ -49,6 +50,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
         drafter="ngram",
         engine={"kind": "embedded", "workers": 1},
         chat={"tool_format": "qwen3_coder"},
+        tokenizer=naming_tokenizer(Path(POLICY), model_dir.parent / "naming"),
     ) as served:
         yield served
 

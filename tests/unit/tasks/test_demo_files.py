@@ -49,14 +49,14 @@ def test_a_character_of_a_task_is_one_token_below_64_and_other_text_is_bytes() -
     assert TOKENIZER.get_vocab_size() == 320
 
 
-def test_a_user_message_renders_to_exactly_its_prompt() -> None:
+def test_a_user_message_renders_to_its_prompt_behind_bos() -> None:
     from jinja2 import Template
 
     config = json.loads((DEMO / "policy_start" / "tokenizer_config.json").read_text())
     rendered = Template(config["chat_template"]).render(
-        messages=[{"role": "user", "content": "48:36="}]
+        messages=[{"role": "user", "content": "48:36="}], bos_token="<bos>"
     )
-    assert rendered == "48:36="
+    assert rendered == "<bos>48:36="
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ class Answers(ABC, Generic[B]):
             self.id,
             count,
             size=self.size,
+            special=self.body.with_special_tokens(),
             kept=self.body.kept_prompt_tokens(),
         )
 

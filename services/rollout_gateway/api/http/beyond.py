@@ -100,6 +100,11 @@ def _any(*paths: str) -> dict[str, Values]:
     return dict.fromkeys(paths)
 
 
+def _of_gateways(*places: str) -> list[str]:
+    """What LiteLLM adds to each answer, and its callers send back."""
+    return [f"{place}.provider_specific_fields" for place in places]
+
+
 _OF_A_CALLER = _any(
     "user",
     "service_tier",
@@ -130,6 +135,13 @@ _CHAT_MESSAGES = _any(
     "messages[].content[].annotations",
     "messages[].tool_calls[].index",
     "messages[].tool_calls[].function.parsed_arguments",
+    "messages[].tool_calls[].cache_control",
+    "messages[].tool_calls[].extra_content",
+    "messages[].images",
+    "messages[].reasoning_details",
+    "messages[].thinking_blocks",
+    *_of_gateways("messages[]", "messages[].content[]", "messages[].tool_calls[]"),
+    *_of_gateways("messages[].tool_calls[].function"),
     "tools[].cache_control",
     "tools[].function.cache_control",
 )
@@ -152,7 +164,7 @@ _SAMPLED: dict[str, Values] = {
 }
 """vLLM's and SGLang's own parameters at the values that switch them off."""
 
-COMPLETIONS = Beyond(_OF_COMPLETIONS, {**_SAMPLED, "add_special_tokens": (True,)})
+COMPLETIONS = Beyond(_OF_COMPLETIONS, _SAMPLED)
 CHAT = Beyond(
     {
         **_OF_COMPLETIONS,
@@ -191,6 +203,9 @@ RESPONSES = Beyond(
             "input[].encrypted_content",
             "input[].content[].annotations",
             "input[].content[].logprobs",
+            "input[].content[].parsed",
+            "input[].parsed_arguments",
+            *_of_gateways("input[]", "input[].content[]"),
         ),
         "include": (["reasoning.encrypted_content"],),
     },
@@ -222,6 +237,7 @@ MESSAGES = Beyond(
         "messages[].content[].signature",
         "messages[].content[].data",
         "messages[].content[].caller",
+        *_of_gateways("messages[]", "messages[].content[]"),
         "messages[].content[].content[].cache_control",
         "messages[].content[].content[].citations",
         "tools[].cache_control",

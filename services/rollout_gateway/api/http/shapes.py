@@ -189,15 +189,24 @@ Content = Annotated[
 def within(name: str, *, whole: bool = False) -> Any:
     """The range of a sampling parameter as pydantic checks it."""
     allowed = RANGES[name]
+    least = 0 if allowed.or_zero else allowed.low
     return Field(
-        gt=allowed.low if allowed.above else None,
-        ge=None if allowed.above else allowed.low,
+        gt=least if allowed.above else None,
+        ge=None if allowed.above else least,
         le=allowed.high,
         allow_inf_nan=None if whole else False,
     )
 
 
-Temperature = Annotated[float, within("temperature"), NullIs(1.0)]
+def _drawable(temperature: float) -> float:
+    if not RANGES["temperature"].holds(temperature):
+        raise PydanticCustomError(
+            "temperature", f"Input should be {RANGES['temperature']}: a smaller one overflows"
+        )
+    return temperature
+
+
+Temperature = Annotated[float, within("temperature"), AfterValidator(_drawable), NullIs(1.0)]
 TopP = Annotated[float, within("top_p"), NullIs(1.0)]
 Limit = Annotated[int, within("max_tokens", whole=True)]
 TopK = Annotated[
@@ -213,7 +222,12 @@ Off = Annotated[bool, NullIs(False)]
 On = Annotated[bool, NullIs(True)]
 
 
-Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+Stop = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("<other>")],
+    TEXT_OR_OTHER,
+]
+"""One text that ends the answer, or several."""
 
 
 def stop_list(stop: str | list[str] | None) -> list[str]:
@@ -264,6 +278,10 @@ class SampledBody(StrictShape):
     def kept_prompt_tokens(self) -> int | None:
         """Last tokens of the prompt that are read; None: all, -1: as many as fit."""
         return None
+
+    def with_special_tokens(self) -> bool:
+        """Whether a text prompt gets the tokens that the tokenizer puts around a text (bos)."""
+        return True
 
     def check(self) -> None:
         """Raises FieldError for fields that cannot go together or are not served."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.services.rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
-from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules
+from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules, Vocabulary
 
 IdSource = Callable[[int], str]
 """That many hexadecimal digits, different ones with every call."""
@@ -97,6 +97,17 @@ class ToolFormat(ABC):
         What `beginning` returns begins the frame and the text of the first pieces. Raises
         InvalidInput for a schema that this spelling cannot hold to.
         """
+
+    def written(self, calls: Sequence[SpelledCall]) -> str:
+        """Calls as the model writes them, so that `read` returns them."""
+        between = self.frame.between or ""
+        spelled = between.join(self._written(call, index) for index, call in enumerate(calls))
+        return f"{self.frame.before}{spelled}{self.frame.after}"
+
+    def _written(self, call: SpelledCall, index: int) -> str:
+        """One call inside its frame."""
+        pieces = self.spelled(Offered(call.name, {}), Rules(Vocabulary({})))
+        return "".join(one if isinstance(one, str) else call.arguments for one in pieces)
 
     def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
         """Free text with calls in it; with a form for the answer calls alone or that."""

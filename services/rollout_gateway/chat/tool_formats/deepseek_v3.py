@@ -18,7 +18,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     GrowingText,
     Reading,
 )
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_arguments
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -57,15 +57,15 @@ def _one(text: GrowingText) -> Reading[SpelledCall]:
     yield from text.expect(_ONE)
     name = yield from text.run(NAME)
     yield from text.expect(_SEPARATOR)
-    fenced = (yield from text.peek()) not in ("{", " ", "\n")
+    fenced = (yield from text.peek()) not in ("{", '"', " ", "\n")
     if fenced:  # what stood before the separator is the type
         name = yield from text.run(NAME)
         yield from text.blanks()
         yield from text.expect(_FENCE)
     yield from text.blanks()
-    if not name or not (yield from text.at("{")):
+    if not name:
         raise Deviation
-    arguments = yield from json_value(text)
+    arguments = yield from json_arguments(text)
     yield from text.blanks()
     if fenced:
         yield from text.expect(_FENCE_END)

@@ -17,7 +17,11 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     Reading,
 )
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
-from paceline.services.rollout_gateway.chat.tool_formats.typed_text import Parameters, Tags
+from paceline.services.rollout_gateway.chat.tool_formats.typed_text import (
+    Parameters,
+    Tags,
+    written_arguments,
+)
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -70,6 +74,9 @@ class Glm45(ToolFormat):
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         arguments = Parameters(tool.parameters).pieces(rules, self._tags)
         return [f"{_OPEN}{tool.name}{self._line}", arguments, _CLOSE]
+
+    def _written(self, call: SpelledCall, index: int) -> str:
+        return f"{self.beginning(call.name)}{written_arguments(call.arguments, self._tags)}{_CLOSE}"
 
     def beginning(self, name: str = "") -> str:
         return f"{_OPEN}{name}{self._line if name else ''}"

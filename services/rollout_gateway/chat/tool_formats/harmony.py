@@ -8,7 +8,7 @@ reads tokens by a vocabulary which it downloads when it starts, and nothing else
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.services.rollout_gateway.chat.tool_formats.base import (
@@ -24,7 +24,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     GrowingText,
     Reading,
 )
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_arguments
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Lark, Rules
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -89,6 +89,9 @@ class Harmony(ToolFormat):
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         return [self.beginning(tool.name), rules.json(tool.parameters)]
 
+    def written(self, calls: Sequence[SpelledCall]) -> str:
+        return "".join(f"{self.beginning(one.name)}{one.arguments}{_CALL}" for one in calls)
+
     def woven(self, rules: Rules, calls: Calls, answer: Lark | None = None) -> Lark:
         """Thoughts and preambles, then a call or the answer."""
         said = rules.either(
@@ -111,9 +114,7 @@ def _call(text: GrowingText, name: str) -> Reading[SpelledCall]:
     for every engine.
     """
     yield from text.blanks()
-    if not (yield from text.at("{")):
-        raise Deviation
-    arguments = yield from json_value(text)
+    arguments = yield from json_arguments(text)
     yield from text.blanks()
     for end in _ENDS:
         if (yield from text.at(end)):

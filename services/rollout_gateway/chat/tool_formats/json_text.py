@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from paceline.services.rollout_gateway.chat.tool_formats.base import SpelledCall
 from paceline.services.rollout_gateway.chat.tool_formats.growing import (
+    BLANK,
     Deviation,
     GrowingText,
     Reading,
@@ -80,19 +81,62 @@ def json_members(text: GrowingText) -> Reading[dict[str, str]]:
     return members
 
 
+def json_arguments(text: GrowingText) -> Reading[str]:
+    """Takes the arguments of a call: a JSON object, or a JSON string that holds one.
+
+    Returns the text of the object. Raises Deviation for every other value.
+    """
+    if (yield from text.peek()) not in ("{", '"'):
+        raise Deviation
+    return arguments_object((yield from json_value(text)))
+
+
+def arguments_object(written: str) -> str:
+    """The object of a call's arguments, from the text of a JSON value; a string is unwrapped.
+
+    Raises Deviation for a value that is no object and holds none.
+    """
+    if written.startswith('"'):
+        written = _held_object(str(json.loads(written)))
+    if not written.startswith("{"):
+        raise Deviation
+    return written
+
+
+def _held_object(inner: str) -> str:
+    """The JSON object that a string consists of. Raises Deviation for every other string."""
+    check_json(inner.strip(BLANK))
+    return _sendable(inner.strip(BLANK))
+
+
+def check_json(whole: str) -> None:
+    """Raises Deviation for a text that is not one JSON value, no deeper than DEEPEST."""
+    text = GrowingText()
+    text.push(whole)
+    text.ended = True
+    next(_only_value(text), None)
+
+
+def _only_value(text: GrowingText) -> Reading[None]:
+    yield from json_value(text)
+    yield from text.expect_end()
+
+
 def call_object(
     text: GrowingText, argument_keys: Sequence[str], *, required: bool = False
 ) -> Reading[SpelledCall]:
     """Takes a call written as an object with "name" and one of `argument_keys`; other members mean
     nothing.
 
-    Without arguments they are `{}`, unless `required`. Raises Deviation when it is no call.
+    Without arguments they are `{}`, unless `required`. Raises Deviation when it is no call, and
+    for arguments that are no object.
     """
     members = yield from json_members(text)
     arguments = next((members[key] for key in argument_keys if key in members), None)
     if "name" not in members or (required and arguments is None):
         raise Deviation
-    return SpelledCall(_name(members["name"]), "{}" if arguments is None else arguments)
+    name = _name(members["name"])
+    return SpelledCall(name, "{}" if arguments is None else arguments_object(arguments))
 
 
 def _comma(text: GrowingText, open_: list[str]) -> Reading[bool]:
@@ -154,11 +198,16 @@ def _name(written: str) -> str:
     """Name of a tool from its JSON text. Raises Deviation when it is none that could be sent."""
     if not written.startswith('"'):
         raise Deviation
-    name = str(json.loads(written))
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair
-        raise Deviation from error
+    name = _sendable(str(json.loads(written)))
     if not name:
         raise Deviation
     return name
+
+
+def _sendable(text: str) -> str:
+    """The text itself. Raises Deviation when UTF-8 cannot spell it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise Deviation from error
+    return text

@@ -20,7 +20,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     GrowingText,
     Reading,
 )
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_arguments
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _ALL, _ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -46,6 +46,10 @@ class KimiK2(ToolFormat):
         number, arguments = rules.regex("[0-9]{1,4}"), rules.json(tool.parameters)
         return [f"{_ONE}functions.{tool.name}:", number, _ARGUMENTS, arguments, _ONE_END]
 
+    def _written(self, call: SpelledCall, index: int) -> str:
+        named = f"{_ONE}functions.{call.name}:{index}"
+        return f"{named}{_ARGUMENTS}{call.arguments}{_ONE_END}"
+
     def beginning(self, name: str = "") -> str:
         return f"{_ALL}{_ONE}functions.{name}{':' if name else ''}"
 
@@ -58,9 +62,9 @@ def _one(text: GrowingText) -> Reading[SpelledCall]:
     yield from text.blanks()
     yield from text.expect(_ARGUMENTS)
     yield from text.blanks()
-    if named is None or not (yield from text.at("{")):
+    if named is None:
         raise Deviation
-    arguments = yield from json_value(text)
+    arguments = yield from json_arguments(text)
     yield from text.blanks()
     yield from text.expect(_ONE_END)
     return SpelledCall(named[1], arguments, call_id)

@@ -20,7 +20,10 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     GrowingText,
     Reading,
 )
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import call_object, json_value
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import (
+    call_object,
+    json_arguments,
+)
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
 
 _MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -89,6 +92,4 @@ def _named(text: GrowingText) -> Reading[SpelledCall]:
     if (yield from text.at(_ARGUMENTS)):
         text.take(len(_ARGUMENTS))
     yield from text.blanks()
-    if not (yield from text.at("{")):
-        raise Deviation
-    return SpelledCall(name, (yield from json_value(text)))
+    return SpelledCall(name, (yield from json_arguments(text)))

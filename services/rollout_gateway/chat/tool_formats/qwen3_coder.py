@@ -19,7 +19,11 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     Reading,
 )
 from paceline.services.rollout_gateway.chat.tool_formats.lark import Rules
-from paceline.services.rollout_gateway.chat.tool_formats.typed_text import Parameters, Tags
+from paceline.services.rollout_gateway.chat.tool_formats.typed_text import (
+    Parameters,
+    Tags,
+    written_arguments,
+)
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -64,6 +68,10 @@ class Qwen3Coder(ToolFormat):
     def spelled(self, tool: Offered, rules: Rules) -> list[Piece]:
         arguments = Parameters(tool.parameters).pieces(rules, _TAGS)
         return [f"{_OPEN}\n{_FUNCTION}{tool.name}>\n", arguments, f"{_FUNCTION_END}\n{_CLOSE}"]
+
+    def _written(self, call: SpelledCall, index: int) -> str:
+        arguments = written_arguments(call.arguments, _TAGS)
+        return f"{self.beginning(call.name)}\n{arguments}{_FUNCTION_END}\n{_CLOSE}"
 
     def beginning(self, name: str = "") -> str:
         return f"{_OPEN}\n{_FUNCTION}{name}{'>' if name else ''}"

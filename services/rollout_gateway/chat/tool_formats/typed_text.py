@@ -13,12 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat.tool_formats.growing import (
-    Deviation,
-    GrowingText,
-    Reading,
-)
-from paceline.services.rollout_gateway.chat.tool_formats.json_text import json_value
+from paceline.services.rollout_gateway.chat.tool_formats.growing import Deviation
+from paceline.services.rollout_gateway.chat.tool_formats.json_text import check_json
 from paceline.services.rollout_gateway.chat.tool_formats.lark import ANY_TEXT, Lark, Rules
 
 _KINDS: dict[type, str] = {
@@ -65,6 +61,22 @@ class Tags:
     def holds(self, name: str) -> bool:
         """Whether a name can stand there."""
         return bool(name) and not set("<>\n\0") & set(name) and name == name.strip()
+
+
+def written_arguments(arguments: str, tags: Tags) -> str:
+    """A JSON object of arguments as text between tags; other text stays as it is."""
+    try:
+        members = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    if not isinstance(members, dict):
+        return arguments
+    return "".join(
+        tags.open(name)
+        + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        + tags.end
+        for name, value in members.items()
+    )
 
 
 class Parameters:
@@ -206,12 +218,8 @@ def _kind_of(text: str) -> str:
     """Type of a JSON text; empty for no JSON. Read as calls in JSON are: no deeper, no more
     lenient.
     """
-    growing = GrowingText()
-    growing.push(text)
-    growing.ended = True
     try:
-        _read(json_value(growing))
-        _read(growing.expect_end())
+        check_json(text)
     except Deviation:
         return ""
     first = text[:1]
@@ -226,10 +234,6 @@ def _fits(kind: str, kinds: set[str] | None) -> bool:
     if kind == "number":  # 1.0 is an integer as well
         return "integer" in kinds and "string" not in kinds
     return kind == "integer" and "number" in kinds
-
-
-def _read(reading: Reading[object]) -> None:
-    next(reading, None)
 
 
 def _at(root: Mapping[str, Any], path: str) -> object:

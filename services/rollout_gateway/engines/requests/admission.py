@@ -11,7 +11,8 @@ from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.engines.nouns import Capability, Request, missing
-from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence, StopText
+from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
+from paceline.services.rollout_gateway.engines.requests.stop_texts import StopText, TokenNames
 from paceline.services.rollout_gateway.engines.requests.structures import beyond_json
 from paceline.services.rollout_gateway.engines.sampling import (
     Sampling,
@@ -49,7 +50,7 @@ class Admission:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._tokenizer_path = tokenizer
-        self._tokenizer: Tokenizer | None = None
+        self._words: tuple[Tokenizer, TokenNames] | None = None
 
     @classmethod
     def of_model(cls, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> Admission:
@@ -77,7 +78,7 @@ class Admission:
             request=request,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
             token_limit=limit,
-            stop_text=StopText(self._load_tokenizer(), sampling.stop) if sampling.stop else None,
+            stop_text=self._stop_text(sampling.stop) if sampling.stop else None,
             length=len(request.known),
             tokens=list(said),
             logprobs=[0.0] * len(said),
@@ -102,9 +103,11 @@ class Admission:
                 allowed="a token that ends nothing",
             )
 
-    def _load_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
+    def _stop_text(self, stops: tuple[str, ...]) -> StopText:
+        if self._words is None:
             if not self._tokenizer_path.is_file():
                 raise InvalidInput("stop strings need a tokenizer.json", seen=self._tokenizer_path)
-            self._tokenizer = read_text(self._tokenizer_path.parent).tokenizer()
-        return self._tokenizer
+            tokenizer = read_text(self._tokenizer_path.parent).tokenizer()
+            self._words = tokenizer, TokenNames(tokenizer, self._eos)
+        tokenizer, names = self._words
+        return StopText(tokenizer, stops, names)

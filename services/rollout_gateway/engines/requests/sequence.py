@@ -8,14 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from tokenizers import Tokenizer
-
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, PromptScore, Request
 from paceline.services.rollout_gateway.engines.requests.stages import Stages
+from paceline.services.rollout_gateway.engines.requests.stop_texts import StopText
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan, merged
-
-BYTES_PER_CHARACTER = 4
-WINDOW_SLACK = 8
 
 
 class DrawnBy(NamedTuple):
@@ -26,34 +22,6 @@ class DrawnBy(NamedTuple):
     number_format: str
     reused: bool = False  # this and the next as of DrawSpan
     stale: bool = False
-
-
-class StopText:
-    """Finds stop strings in a growing response by decoding a window of its last tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
-        self._stops = stops
-        # A token holds at least one byte, so this many tokens hold every stop string that ends in
-        # the last one.
-        self._window = max(len(stop) for stop in stops) * BYTES_PER_CHARACTER + WINDOW_SLACK
-
-    def match(self, tokens: list[int], least: int = 0) -> str:
-        """The stop string that the text of the tokens contains near its end; empty when none, and
-        before there are `least` tokens: one that an earlier token ends counts for nothing.
-        """
-        if len(tokens) < least:
-            return ""
-        text = self._text(tokens[-self._window :])
-        before = tokens[-self._window : max(least - 1, 0)]
-        early = len(self._text(before)) if least and before else 0
-        return next(
-            (stop for stop in self._stops if text.find(stop, max(early - len(stop) + 1, 0)) >= 0),
-            "",
-        )
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 @dataclass(eq=False, slots=True)

@@ -190,10 +190,11 @@ def test_a_choice_among_no_tools_is_refused(
 
 
 def test_a_call_cannot_be_forced_where_the_template_spells_none() -> None:
-    plain = MODELS[0]
+    source = "{{ tools | tojson }}{{ messages[-1].content }}"
+    codec = codec_of(byte_level([]), chat_template=source)
     with pytest.raises(InvalidInput, match="shows no tool format"):
         chat(
-            Desk(plain.codec, plain.vocab_size),
+            Desk(codec, vocab_size(codec)),
             session(),
             USER,
             tools=TOOLS,

@@ -12,12 +12,14 @@ import pytest
 from chat_models import add_bos, byte_level, codec_of, metaspace, prepending
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.engines.requests.stop_texts import StopText, TokenNames
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
 CODEC = TextCodec(DEMO)
@@ -102,6 +104,45 @@ def chat(text: str) -> ChatRequest:
 def test_a_chat_begins_with_bos_once() -> None:
     assert CODEC.encode_chat(chat("1+1=")) == CODEC.encode("1+1=")
     assert list(CODEC.encode("1+1=")).count(CODEC.encode("")[0]) == 1
+
+
+BEGINNINGS = {
+    "bos by template and tokenizer": ("{{ bos_token }}{{ messages[0].content }}", True, 1),
+    "bos by the tokenizer": ("{{ messages[0].content }}", True, 0),
+    "bos by the template": ("{{ bos_token }}{{ messages[0].content }}", False, 1),
+    "no bos": ("{{ messages[0].content }}", False, 0),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+@pytest.mark.parametrize("tokenizer", ["byte-level", "metaspace first", "space by the normalizer"])
+def test_a_chat_has_the_bos_that_its_template_writes_as_in_transformers(
+    name: str, tokenizer: str
+) -> None:
+    template, adds, count = BEGINNINGS[name]
+    made = Tokenizer.from_str(TOKENIZERS[tokenizer].to_str())
+    if adds:
+        add_bos(made, "<s>")
+    codec = codec_of(made, chat_template=template, bos_token="<s>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    messages = [{"role": "user", "content": "hello"}]
+    told = theirs.apply_chat_template(messages, chat_template=template, return_dict=False)
+    assert codec.encode_chat(chat("hello")) == tuple(told)
+    assert told.count(made.token_to_id("<s>")) == count
+
+
+@pytest.mark.parametrize("tokenizer", ["byte-level", "metaspace first", "space by the normalizer"])
+@pytest.mark.parametrize("text", ["hello", "<s>hello", "<s>", " hello"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_text_is_encoded_with_and_without_special_tokens_as_in_transformers(
+    tokenizer: str, text: str, special: bool
+) -> None:
+    made = Tokenizer.from_str(TOKENIZERS[tokenizer].to_str())
+    add_bos(made, "<s>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    told = theirs(text, add_special_tokens=special)["input_ids"]
+    assert codec_of(made).encode(text, special=special) == tuple(told)
+    assert told.count(made.token_to_id("<s>")) == special + text.count("<s>")
 
 
 def write_template(directory: Path, template: str) -> TextCodec:
@@ -280,3 +321,75 @@ def test_what_is_refused_for_its_parts_is_too_long_as_a_whole(
         assert CODEC.encode(text * times, longest) == whole
     except InvalidInput:
         assert len(whole) > longest
+
+
+MARKS = ["<|im_end|>", "<|eot_id|>", "<|bid|>"]
+TURNS = "{% for m in messages %}{{ m.content }}<|eot_id|>\n{% endfor %}"
+
+
+def codec_with_plain_marks(ends: Sequence[str], **settings_of: str) -> TextCodec:
+    """A codec of added tokens that are not special, of which `ends` end an answer."""
+    tokenizer = byte_level([])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKS])
+    ids = [tokenizer.token_to_id(text) for text in ends]
+    return codec_of(tokenizer, end_ids=[one for one in ids if one is not None], **settings_of)
+
+
+@pytest.mark.parametrize("named", ["by the configuration", "by the tokenizer"])
+def test_an_end_token_that_is_not_special_stands_in_no_content(named: str) -> None:
+    by_config = named == "by the configuration"
+    settings_of = {} if by_config else {"eos_token": "<|eot_id|>"}
+    codec = codec_with_plain_marks(["<|eot_id|>"] if by_config else [], **settings_of)
+    ids = [*codec.encode("Hello"), *codec.encode("<|eot_id|>")]
+    for stop, keep in (((), ()), (("xyz",), ()), ((), ("<think>",))):
+        stream = codec.stream(stop, keep)
+        assert "".join(stream.push([one]) for one in ids) + stream.finish() == "Hello"
+    assert codec.decode(ids) == "Hello"
+    assert codec.decode_all(ids) == "Hello<|eot_id|>"
+    assert codec.decode(codec.encode("<|im_end|>")) == "<|im_end|>"  # it ends nothing here
+
+
+def test_an_end_token_that_was_said_does_not_stand_twice_in_the_next_prompt() -> None:
+    codec = codec_with_plain_marks(["<|eot_id|>", "<|im_end|>"], chat_template=TURNS)
+    (end,) = codec.encode("<|eot_id|>")
+    said = Message("assistant", "Hello")
+    asked = ChatRequest((Message("user", "Hi"), said, Message("user", "Bye")))
+    for ids in ([*codec.encode("Hello"), end], [*codec.encode("Hello")]):
+        after = codec.encode_after(asked, 1, ids)
+        assert after is not None
+        assert [*ids, *after].count(end) == 2  # of the answer and of the question behind it
+
+
+def test_an_end_token_that_a_tool_format_reads_is_kept_for_it() -> None:
+    codec = codec_with_plain_marks(["<|eot_id|>"])
+    stream = codec.stream(keep=["<|eot_id|>"])
+    assert stream.push(codec.encode("a<|eot_id|>")) + stream.finish() == "a<|eot_id|>"
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("stop", ["id", "<|", "|>", ">H", "o<|bid"])
+def test_a_stop_string_is_not_found_inside_the_name_of_a_token(stop: str, special: bool) -> None:
+    tokenizer = byte_level([])
+    mark = AddedToken("<|bid|>", special=special, normalized=False)
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([mark])
+    codec, matched = codec_of(tokenizer), StopText(tokenizer, (stop,), TokenNames(tokenizer))
+    ids = [*codec.encode("Hello<|bid|>Hello ")]
+    assert [matched.match(ids[:size]) for size in range(1, len(ids) + 1)] == [""] * len(ids)
+    stream = codec.stream((stop,))
+    shown = "".join(stream.push([one]) for one in ids) + stream.finish()
+    assert shown == ("Hello" if special else "Hello<|bid|>") + "Hello "
+    # Behind it the same text counts.
+    ids += codec.encode(stop)
+    stream = codec.stream((stop,))
+    assert matched.match(ids) == stop
+    kept = "".join(stream.push([one]) for one in ids) + stream.finish(stop)
+    assert kept == ("Hello" if special else "Hello<|bid|>") + "Hello "
+
+
+def test_a_stop_string_that_is_a_whole_name_or_stands_in_a_word_of_its_own_counts() -> None:
+    tokenizer = byte_level(["<|bid|>"])
+    tokenizer.add_tokens([AddedToken("candid", special=False, normalized=False)])
+    codec = codec_of(tokenizer)
+    for stop, text in (("<|bid|>", "a<|bid|>"), ("o<|bid|>", "Hello<|bid|>"), ("id", "candid")):
+        matched = StopText(tokenizer, (stop,), TokenNames(tokenizer))
+        assert matched.match(list(codec.encode(text))) == stop

@@ -49,15 +49,9 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     (
         "hermes",
-        '<tool_call>{"name": "say", "arguments": "as text"}</tool_call>',
+        '<tool_call>{"name": "a\\u00e4", "arguments": {"b": [1.50, -0, 1e9]}}</tool_call>',
         "",
-        [("say", '"as text"')],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "a\\u00e4", "arguments": [1.50, -0, 1e9]}</tool_call>',
-        "",
-        [("aä", "[1.50, -0, 1e9]")],
+        [("aä", '{"b": [1.50, -0, 1e9]}')],
     ),
     (
         "llama3_json",
@@ -306,6 +300,64 @@ def test_reading_goes_on_where_a_broken_call_broke(
 ) -> None:
     message = read(name, response)
     assert (message.content, called(message)) == (response if content is None else content, calls)
+
+
+ONE_CALL = {
+    "hermes": '<tool_call>{"name": "f", "arguments": %s}</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+    "mistral, named": "[TOOL_CALLS]f[ARGS]%s",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>%s"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v3, fenced": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+    "```json\n%s\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    "<|tool_call_argument_begin|>%s<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s<|call|>",
+}
+"""A call of f by what is read as JSON; the other formats write each argument apart."""
+OBJECTS = {
+    '{"a": 1}': '{"a": 1}',
+    r'"{\"a\": 1}"': '{"a": 1}',
+    r'" {\"a\": {\"b\": \"}\"}}\n"': '{"a": {"b": "}"}}',
+    '"{}"': "{}",
+}
+NO_OBJECTS = [
+    *("null", "[1]", "7", "-1.5", "true", '""', '"as text"', '"[1]"', '"7"', '"null"'),
+    *('"{"', r'"{\"a\": 1} and more"', r'"{\"a\": \"\ud83d\"}"', r'"\"{}\""'),
+]
+
+
+def in_pieces(name: str, response: str) -> list[Message]:
+    """What a response says that comes whole, and character by character."""
+    found = []
+    for pieces in ([response], response):
+        parser = ChatParser(
+            tool_format(name, ""), reasoning=False, digits=lambda count: "0" * count
+        )
+        for piece in pieces:
+            parser.push(piece)
+        parser.finish()
+        found.append(parser.message)
+    return found
+
+
+@pytest.mark.parametrize("spelling", ONE_CALL)
+@pytest.mark.parametrize("written", OBJECTS)
+def test_arguments_are_an_object_also_where_a_string_holds_it(spelling: str, written: str) -> None:
+    whole, grown = in_pieces(spelling.split(",")[0], ONE_CALL[spelling] % written)
+    assert whole == grown
+    assert (whole.content, called(whole)) == ("", [("f", OBJECTS[written])])
+
+
+@pytest.mark.parametrize("spelling", ONE_CALL)
+@pytest.mark.parametrize("written", NO_OBJECTS)
+def test_a_call_whose_arguments_are_no_object_is_content(spelling: str, written: str) -> None:
+    response = ONE_CALL[spelling] % written
+    whole, grown = in_pieces(spelling.split(",")[0], response)
+    assert whole == grown
+    assert whole.tool_calls == ()
+    assert whole.content == response.removesuffix("<|call|>")
 
 
 def test_ids_look_as_the_templates_of_the_format_want_them() -> None:

@@ -30,7 +30,10 @@ READY = pb.WorkerReady(vocab_size=320, max_sequence_tokens=64, capabilities=["pe
 # What the documents of the wire and of the APIs promise; not read from the table.
 PROMISED = {
     "max_tokens": ([1, 2**31 - 1], [0, 2**31]),
-    "temperature": ([0.0, 10.0], [-0.5, 10.5, math.nan, math.inf]),
+    "temperature": (
+        [0.0, 1e-20, 1e-8, 10.0],
+        [-0.5, 1e-30, 1e-38, 1e-45, 10.5, math.nan, math.inf],
+    ),
     "top_p": ([0.25, 1.0], [-0.5, 1.5, math.nan]),
     "top_k": ([0, 2**31 - 1], [-2]),
     "min_p": ([0.0, 1.0], [-0.5, 1.5, math.nan]),

@@ -12,7 +12,7 @@ from paceline.services.rollout_gateway.api.http import bodies
 from paceline.services.rollout_gateway.api.http.anthropic.schema import ConversationBody
 from paceline.services.rollout_gateway.api.http.keys import caller_of, gateway_of
 from paceline.services.rollout_gateway.api.http.model_names import check_model
-from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.gateway import Gateway
 
 COUNTED_CONTEXTS = 8
 """A conversation is counted up to so many times what the model reads."""
@@ -24,12 +24,13 @@ async def count_tokens(request: Request) -> Response:
     body, gateway = await bodies.read(request, ConversationBody), gateway_of(request)
     check_model(gateway, body.model)
     counted = COUNTED_CONTEXTS * gateway.router.ready.max_sequence_tokens
-    count = partial(_tokens, body, gateway.codec, counted)
+    count = partial(_tokens, body, gateway, counted)
     return JSONResponse({"input_tokens": await gateway.aside.run(request.state.body_bytes, count)})
 
 
-def _tokens(body: ConversationBody, codec: TextCodec, most: int) -> int:
+def _tokens(body: ConversationBody, gateway: Gateway, most: int) -> int:
     asked = body.request()
     if asked.tool_choice.mode == "none":
         asked = replace(asked, tools=())
-    return len(codec.encode_chat(asked, most)) + len(codec.encode_piece(asked.prefill, most))
+    told = gateway.planner.prompts.encode(asked, most)
+    return len(told) + len(gateway.codec.encode_piece(asked.prefill, most))

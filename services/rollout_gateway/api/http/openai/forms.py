@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from paceline.services.rollout_gateway.api.http.bodies import FieldError
-from paceline.services.rollout_gateway.api.http.shapes import JsonObject, OpenShape, StrictShape
+from paceline.services.rollout_gateway.api.http.shapes import (
+    TEXT_OR_OTHER,
+    JsonObject,
+    OpenShape,
+    StrictShape,
+)
 from paceline.services.rollout_gateway.engines.requests.structures import MAX_CHOICES
 
 
@@ -36,10 +41,16 @@ class ResponseFormat(OpenShape):
         return json.dumps(named or {})
 
 
+JsonDemand = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[JsonObject, Tag("<other>")], TEXT_OR_OTHER
+]
+"""A schema, or its text."""
+
+
 class StructuredOutputs(StrictShape):
     """What the answer has to be, as vLLM spells it: one of these."""
 
-    json_demand: JsonObject | str | None = Field(None, alias="json")  # a schema, or its text
+    json_demand: JsonDemand | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = None

@@ -20,6 +20,7 @@ from paceline.services.rollout_gateway.api.http.openai.forms import (
 from paceline.services.rollout_gateway.api.http.shapes import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    TEXT_OR_OTHER,
     Arguments,
     Content,
     FunctionShape,
@@ -172,6 +173,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, lt=INT_LIMIT)] | None = 16
     logprobs: TopLogprobs | None = None
     echo: Off = False
+    add_special_tokens: On = True  # as vLLM: bos before a text, though the text begins with it
     suffix: str | None = None
     best_of: int | None = None
 
@@ -192,6 +194,9 @@ class CompletionBody(GenerationBody):
             raise FieldError(
                 "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
             )
+
+    def with_special_tokens(self) -> bool:
+        return self.add_special_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each text or token ids."""
@@ -275,7 +280,14 @@ class ChatBody(GenerationBody):
     logprobs: Off = False
     top_logprobs: TopLogprobs | None = None
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("<text>")]
+            | Annotated[NamedTool, Tag("<other>")],
+            TEXT_OR_OTHER,
+        ]
+        | None
+    ) = None
     parallel_tool_calls: On = True
 
     def unheeded(self) -> Sequence[str]:

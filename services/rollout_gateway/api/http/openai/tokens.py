@@ -22,7 +22,7 @@ from paceline.services.rollout_gateway.api.http.shapes import (
     StrictShape,
 )
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
-from paceline.services.rollout_gateway.chat.text import TextCodec
+from paceline.services.rollout_gateway.gateway import Gateway
 
 CONTEXTS = 8
 """A text is counted, and ids are read, up to so many times what the model reads."""
@@ -40,14 +40,13 @@ class TokenizeBody(StrictShape):
     tools: Several[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
     add_special_tokens: bool = True
 
-    def ids(self, codec: TextCodec, longest: int) -> tuple[int, ...]:
+    def ids(self, gateway: Gateway, longest: int) -> tuple[int, ...]:
         """Of what was given. Raises InvalidInput for more than `longest`."""
         if self.messages is not None:
             messages = tuple(one.message() for one in self.messages)
             tools = tuple(one.function.shown() for one in self.tools or ())
-            return codec.encode_chat(ChatRequest(messages, tools), longest)
-        encode = codec.encode if self.add_special_tokens else codec.encode_piece
-        return encode(self.prompt or "", longest)
+            return gateway.planner.prompts.encode(ChatRequest(messages, tools), longest)
+        return gateway.codec.encode(self.prompt or "", longest, special=self.add_special_tokens)
 
 
 class DetokenizeBody(StrictShape):
@@ -66,7 +65,7 @@ async def tokenize(request: Request) -> Response:
     if len(given) != 1:
         raise bodies.FieldError("prompt", "stands alone", seen=given, allowed="prompt, or messages")
     reads = gateway.router.ready.max_sequence_tokens
-    work = partial(body.ids, gateway.codec, CONTEXTS * reads)
+    work = partial(body.ids, gateway, CONTEXTS * reads)
     ids = await gateway.aside.run(request.state.body_bytes, work)
     return JSONResponse({"count": len(ids), "max_model_len": reads, "tokens": ids})
 

@@ -21,7 +21,7 @@ from paceline.services.rollout_gateway.api.http.beyond import (
     TOKENS,
     UnknownField,
 )
-from paceline.services.rollout_gateway.api.http.bodies import judged, parse
+from paceline.services.rollout_gateway.api.http.bodies import FieldError, judged, parse
 from paceline.services.rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
 from paceline.services.rollout_gateway.api.http.openai.tokens import TokenizeBody
 from paceline.services.rollout_gateway.api.http.responses.schema import ResponsesBody
@@ -93,6 +93,77 @@ def test_what_would_change_the_answer_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnknownField, match=f"^{named}"):
         parse(ChatBody, chat(**fields))
+
+
+CALL = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}
+SENT_BACK = {"provider_specific_fields": {"citations": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({**SENT_BACK}, ("messages[].provider_specific_fields",)),
+        (
+            {"tool_calls": [{**CALL, **SENT_BACK}]},
+            (
+                "messages[].tool_calls[].index",
+                "messages[].tool_calls[].provider_specific_fields",
+            ),
+        ),
+        (
+            {"refusal": None, "annotations": [], "audio": None, "function_call": None},
+            (),
+        ),
+        ({"thinking_blocks": [{"type": "thinking"}]}, ("messages[].thinking_blocks",)),
+        ({"reasoning_details": [{"text": "hm"}]}, ("messages[].reasoning_details",)),
+    ],
+)
+def test_what_gateways_add_to_an_answer_may_be_sent_back(
+    message: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    said = {"role": "assistant", "content": "Hi", **message}
+    assert judged(ChatBody, chat(messages=[USER, said, USER]))[1] == told
+
+
+@pytest.mark.parametrize("kind", ["text", "thinking", "tool_use"])
+def test_marks_of_caches_stand_in_every_block_of_anthropics_messages(kind: str) -> None:
+    about = {
+        "text": {"text": "Hi"},
+        "thinking": {"thinking": "hm"},
+        "tool_use": {"id": "c", "name": "f", "input": {}},
+    }
+    block = {"type": kind, **about[kind], "cache_control": {"type": "ephemeral"}, **SENT_BACK}
+    said = {"role": "assistant", "content": [block]}
+    given = {"max_tokens": 1, "messages": [USER, said, USER]}
+    assert judged(MessagesBody, given)[1] == (
+        "messages[].content[].cache_control",
+        "messages[].content[].provider_specific_fields",
+    )
+
+
+@pytest.mark.parametrize("stop", [["x"] * 17, ["x"] * 20])
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody])
+def test_too_many_stop_texts_are_refused_with_the_limit(
+    kind: type[OpenShape], stop: list[str]
+) -> None:
+    given = {"messages": [USER], "prompt": "1", "input": "1"}
+    body = {name: value for name, value in given.items() if name in kind.model_fields}
+    if kind is ResponsesBody:
+        body.pop("prompt")
+    with pytest.raises(FieldError, match=r"stop: .*at most 16"):
+        parse(kind, {**body, "stop": stop})
+    with pytest.raises(FieldError, match=r"stop\[0\]: .*valid string"):
+        parse(kind, {**body, "stop": [1]})
+
+
+def test_a_tiny_temperature_is_refused_with_the_range() -> None:
+    with pytest.raises(FieldError, match=r"temperature: .*0, or 1e-20 to 10"):
+        parse(ChatBody, chat(temperature=1e-30))
+
+
+def test_a_tool_choice_without_a_name_is_refused_at_the_name() -> None:
+    with pytest.raises(FieldError, match=r"tool_choice\.function: Field required"):
+        parse(ChatBody, chat(tool_choice={"type": "function"}))
 
 
 @pytest.mark.parametrize("nothing", [None, "", [], {}])
