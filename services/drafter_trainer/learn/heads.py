@@ -70,6 +70,10 @@ class PolicyHeads:
         """The head of that hash, None when it is not kept any more (or not here yet)."""
         return self._by_hash.get(head_hash)
 
+    def snapshot(self) -> dict[str, PolicyHead]:
+        """The kept heads by hash, as they are now; later heads change nothing in it."""
+        return dict(self._by_hash)
+
     @property
     def newest(self) -> PolicyHead:
         """Head of the newest version; there is always one."""
