@@ -215,11 +215,20 @@ class DrafterDriver:
             self._end(lease, error)
 
     async def _started(self) -> None:
-        """The ranks are told what the ones before them knew."""
-        told: list[m.NewHead | m.Serving] = []
-        while missing := [fact for fact in self._facts.values() if fact not in told]:
+        """Sends the ranks what the ranks before them knew, but for heads that have left the
+        spool.
+        """
+        sent: list[m.NewHead | m.Serving] = []
+        while missing := [fact for fact in self.lasting_facts() if fact not in sent]:
             await self.watched.send(missing[0])
-            told.append(missing[0])
+            sent.append(missing[0])
+
+    def lasting_facts(self) -> list[m.NewHead | m.Serving]:
+        """What restarted ranks have to know; forgets the heads that are no longer spooled."""
+        for key, fact in [*self._facts.items()]:
+            if isinstance(fact, m.NewHead) and not Path(fact.path).is_dir():
+                del self._facts[key]
+        return [*self._facts.values()]
 
     def _take(self, message: m.Message) -> None:
         match message:
