@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline import telemetry
 from paceline.errors import PacelineError
+from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Impaired, Save, Saved
@@ -202,7 +203,7 @@ class Rank:
                 case "save":
                     self.save()
                 case "join":
-                    command = self.link.next_turn(JOIN_DEADLINE_S)
+                    command = self.link.next_turn(patient(JOIN_DEADLINE_S))
                     assert isinstance(command, m.Join), "ranks have their commands in one order"
                     self._join(command, running=False)
                 case PackedRow():
@@ -213,7 +214,7 @@ class Rank:
         looked yet.
         """
         heads = self.rows.heads
-        self.link.wait_until(lambda: heads.get(wanted) is not None, HEAD_DEADLINE_S)
+        self.link.wait_until(lambda: heads.get(wanted) is not None, patient(HEAD_DEADLINE_S))
         head = heads.get(wanted)
         assert head is not None
         return head
@@ -292,7 +293,8 @@ def main() -> None:
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)
-    join_ranks(config.device, COLLECTIVE_S, threads=config.threads_per_rank, seed=config.run.seed)
+    collective_s = patient(COLLECTIVE_S)
+    join_ranks(config.device, collective_s, threads=config.threads_per_rank, seed=config.run.seed)
     rank = Rank(config, link)
     signal.signal(signal.SIGTERM, lambda *_: setattr(rank.link, "stopping", True))
     link.ready()

@@ -139,9 +139,10 @@ class RankGroup:
         return self._clock.counted_s
 
     async def start(self, deadline_s: float, store: str = "") -> None:
-        """Spawn all ranks and wait until each said it is ready. `deadline_s`: seconds that may count
-        without a word of any rank (WorkClock). `store`: file over which they meet those of other
-        hosts; "": one of their own.
+        """Spawn all ranks and wait until each said it is ready.
+
+        `deadline_s`: seconds that may count without a word of any rank (WorkClock); `store`: file
+        over which they meet those of other hosts; "": one of their own.
 
         Raises RankLost when one ends first, DeadlineExceeded when they make no progress; then none
         is left running.

@@ -309,7 +309,8 @@ class WatchedRanks(Generic[M]):
             tell_supervisor("impaired", message.what)
             return False
         if isinstance(message, Doing):
-            self._doing.begins(message.what, message.waits_for)
+            if message.what != self._doing.doing:
+                self._doing.begins(message.what, message.waits_for)
             return False
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))
