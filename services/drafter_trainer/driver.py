@@ -81,7 +81,7 @@ class DrafterDriver:
             ),
             m.MESSAGES,
             service="drafter_trainer",
-            start_deadline_s=patient(START_S),
+            start_deadline_s=START_S,
             on_start=self._started,
             on_message=self._take,
             on_lost=self._lost,
@@ -177,16 +177,19 @@ class DrafterDriver:
         ordered = sorted(self.preemptions)
         return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
-    async def stop_lease(self, lease: Lease, deadline_s: float = PREEMPT_S) -> None:
+    async def stop_lease(self, lease: Lease, deadline_s: float | None = None) -> None:
         """Returns when the slots are free. Goes on when its caller goes away."""
         self.abandon(lease, deadline_s)
         if lease.stopping is not None:
             await asyncio.shield(lease.stopping)
 
-    def abandon(self, lease: Lease, deadline_s: float = PREEMPT_S) -> None:
-        """Stops a lease without waiting; ranks that take longer than the deadline are killed."""
+    def abandon(self, lease: Lease, deadline_s: float | None = None) -> None:
+        """Stops a lease without waiting; ranks that take longer than the deadline are killed. None:
+        the deadline of a lease that nobody waits for.
+        """
         if not lease.over.is_set() and lease.stopping is None:
-            lease.stopping = asyncio.create_task(self._stop(lease, deadline_s))
+            limit_s = patient(PREEMPT_S) if deadline_s is None else deadline_s
+            lease.stopping = asyncio.create_task(self._stop(lease, limit_s))
 
     async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint between two activations. Raises RankLost, DeadlineExceeded."""
@@ -209,17 +212,26 @@ class DrafterDriver:
                 "ranks did not stop in time and are killed", seconds=time.monotonic() - started
             )
             self.watched.kill()
-            async with asyncio.timeout(KILL_S):
+            async with asyncio.timeout(patient(KILL_S)):
                 await lease.over.wait()
         except RankLost as error:
             self._end(lease, error)
 
     async def _started(self) -> None:
-        """The ranks are told what the ones before them knew."""
-        told: list[m.NewHead | m.Serving] = []
-        while missing := [fact for fact in self._facts.values() if fact not in told]:
+        """Sends the ranks what the ranks before them knew, but for heads that have left the
+        spool.
+        """
+        sent: list[m.NewHead | m.Serving] = []
+        while missing := [fact for fact in self.lasting_facts() if fact not in sent]:
             await self.watched.send(missing[0])
-            told.append(missing[0])
+            sent.append(missing[0])
+
+    def lasting_facts(self) -> list[m.NewHead | m.Serving]:
+        """What restarted ranks have to know; forgets the heads that are no longer spooled."""
+        for key, fact in [*self._facts.items()]:
+            if isinstance(fact, m.NewHead) and not Path(fact.path).is_dir():
+                del self._facts[key]
+        return [*self._facts.values()]
 
     def _take(self, message: m.Message) -> None:
         match message:

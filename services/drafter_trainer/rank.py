@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import telemetry
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import PacelineError
+from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Impaired, Save, Saved
@@ -20,7 +21,12 @@ from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.learn import sharing
-from paceline.services.drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_head
+from paceline.services.drafter_trainer.learn.heads import (
+    PolicyHead,
+    PolicyHeads,
+    load_policy_head,
+    read_spooled_head,
+)
 from paceline.services.drafter_trainer.learn.membership import Membership
 from paceline.services.drafter_trainer.learn.students import Students, initial_nets
 from paceline.services.drafter_trainer.link import TrainerLink, activation_span
@@ -38,7 +44,6 @@ from paceline.training.checkpoints import (
     read_whole,
 )
 from paceline.training.process import join_ranks
-from paceline.weights.integrity import check_spooled
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
@@ -198,7 +203,7 @@ class Rank:
                 case "save":
                     self.save()
                 case "join":
-                    command = self.link.next_turn(JOIN_DEADLINE_S)
+                    command = self.link.next_turn(patient(JOIN_DEADLINE_S))
                     assert isinstance(command, m.Join), "ranks have their commands in one order"
                     self._join(command, running=False)
                 case PackedRow():
@@ -209,7 +214,7 @@ class Rank:
         looked yet.
         """
         heads = self.rows.heads
-        self.link.wait_until(lambda: heads.get(wanted) is not None, HEAD_DEADLINE_S)
+        self.link.wait_until(lambda: heads.get(wanted) is not None, patient(HEAD_DEADLINE_S))
         head = heads.get(wanted)
         assert head is not None
         return head
@@ -227,19 +232,18 @@ class Rank:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 
     def add_head(self, policy_version: int, path: Path) -> None:
-        """Learns a policy head; one that cannot be read is left out, its rows then count as
-        stale.
+        """Adds a policy head. One that cannot be read, or has left the spool, is left out; its rows
+        then count as stale.
         """
         try:
-            check_spooled(path)
-            head = load_policy_head(path, policy_version)
-            shape = tuple(head.lm_head.shape)
-            allowed = (self._target.vocab_size, self._target.hidden_size)
-            if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
-                raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
-            self.rows.add_head(head)
-        except PacelineError as error:
+            head = read_spooled_head(path, policy_version, self._target)
+        except (OSError, PacelineError) as error:
             log.error("policy head cannot be used", policy_version=policy_version, error=str(error))
+            return
+        if head is None:
+            log.info("policy head has left the spool", policy_version=policy_version)
+        else:
+            self.rows.add_head(head)
 
     def report(self) -> None:
         """Tells the parent where rank 0 stands."""
@@ -289,7 +293,8 @@ def main() -> None:
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)
-    join_ranks(config.device, COLLECTIVE_S, threads=config.threads_per_rank, seed=config.run.seed)
+    collective_s = patient(COLLECTIVE_S)
+    join_ranks(config.device, collective_s, threads=config.threads_per_rank, seed=config.run.seed)
     rank = Rank(config, link)
     signal.signal(signal.SIGTERM, lambda *_: setattr(rank.link, "stopping", True))
     link.ready()

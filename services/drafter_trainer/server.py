@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
+from paceline.local.patience import patient
 from paceline.messages import from_message, shared_fields, to_message
 from paceline.models.config import check_model
 from paceline.rpc import EPOCHS, EpochGuard, Server, Track, channel, check_run
@@ -169,7 +170,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         check_run(request.context, self._config.run.id)
         slots, epoch = _checked(request.slots), request.context.epoch
         self._guard.check(request.context, Track.DRAFTER)
-        began, deadline_s = time.monotonic(), context.time_remaining() or JOIN_S
+        began, deadline_s = time.monotonic(), context.time_remaining() or patient(JOIN_S)
         joined = await self._ranks.join(epoch, slots, deadline_s)
         return pb.JoinResponse(join_s=time.monotonic() - began, world_size=joined.world_size)
 
@@ -184,7 +185,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
-        stopped_after_s = await self._ranks.preempt(lease, context.time_remaining() or PREEMPT_S)
+        stopped_after_s = await self._ranks.preempt(
+            lease, context.time_remaining() or patient(PREEMPT_S)
+        )
         PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
@@ -210,7 +213,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """Returns when the checkpoint is on disk."""
         check_run(request.context, self._config.run.id)
         self._guard.check(request.context, Track.DRAFTER)
-        saved = await self._ranks.save(SAVE_DEADLINE_S)
+        saved = await self._ranks.save(patient(SAVE_DEADLINE_S))
         return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.version)
 
     async def close(self) -> None:

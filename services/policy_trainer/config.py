@@ -188,7 +188,9 @@ class PolicyTrainerConfig(ServiceConfig):
     that does.
     """
     start_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds until all ranks have loaded the model and replayed what the checkpoint misses."""
+    """Seconds that ranks may load the model, or replay what the checkpoint misses, without
+    progress: of their processors while they work, else of the clock.
+    """
     step_deadline_s: float = Field(default=3600.0, gt=0)
     """Longest wait of a collective, and of a step after its groups are closed."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from paceline import telemetry
 from paceline.errors import InternalError
 from paceline.ranks.group import RankLink
+from paceline.ranks.progress import ProgressReport
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.build import build_learner
 from paceline.services.policy_trainer.learn.parallel import form_mesh
@@ -30,9 +31,15 @@ def make_deterministic() -> None:
 
 def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     """The trainer of this rank, resumed. Collective."""
-    learner = build_learner(config, form_mesh(config))
+    progress = ProgressReport(lambda doing: link.send(MESSAGES.encode(doing)))
+
+    def loads(read: int, of: int) -> None:
+        progress.goes_on(f"loads the model, {read / 1e6:.0f} of {of / 1e6:.0f} MB")
+
+    progress.begins("joins the other ranks")
+    learner = build_learner(config, form_mesh(config), loads)
     zero = RankZero(config, link) if dist.get_rank() == 0 else None
-    trainer = PolicyTrainer(config, learner, zero)
+    trainer = PolicyTrainer(config, learner, zero, progress)
     trainer.resume()
     return trainer
 

@@ -20,7 +20,8 @@ from paceline.errors import (
     Unavailable,
     WeightsError,
 )
-from paceline.ranks.messages import Doing, Impaired, Save
+from paceline.ranks.messages import Impaired, Save
+from paceline.ranks.progress import ProgressReport
 from paceline.services.policy_trainer.audit import audit_figures, judged
 from paceline.services.policy_trainer.batches.batch import TrainBatch
 from paceline.services.policy_trainer.batches.collected import Collected
@@ -67,18 +68,24 @@ class PolicyTrainer:
     """
 
     def __init__(
-        self, config: PolicyTrainerConfig, learner: Learner, zero: RankZero | None
+        self,
+        config: PolicyTrainerConfig,
+        learner: Learner,
+        zero: RankZero | None,
+        progress: ProgressReport | None = None,
     ) -> None:
+        """`progress`: where this rank reports what it computes; None: nowhere."""
         self.config = config
         self.learner = learner
         self.zero = zero
         self.progress = Progress()
         self._publisher = zero.publisher if zero else Publisher(config, asyncio.Runner())
         alone = dist.get_world_size() == 1
-        if zero is not None:
-            learner.on_micro_batch = lambda number, of: zero.tell(
-                Doing(f"trains micro-batch {number} of {of}")
-            )
+        self._report = progress or ProgressReport(lambda doing: None)
+        learner.on_layer = self._report.goes_on
+        learner.on_micro_batch = lambda number, of: self._report.begins(
+            f"trains micro-batch {number} of {of}"
+        )
         self._writing = None if alone else dist.new_group(backend="gloo")
         self._writer = CheckpointWriter(
             config.checkpoints_dir,
@@ -97,6 +104,7 @@ class PolicyTrainer:
 
     def resume(self) -> None:
         """Takes up the newest checkpoint that is whole, and replays the steps it misses."""
+        self._report.begins("takes up the newest checkpoint")
         found = find_whole(self.config.checkpoints_dir, _PREFIX, dist.group.WORLD)
         self._damaged = found.damaged
         if found.checkpoint is not None:
@@ -247,6 +255,7 @@ class PolicyTrainer:
         batch = tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
         if batch is None:
             return False
+        self._report.begins(f"computes what the updates of step {step} begin with")
         with (
             span(
                 names.OPTIMIZER_STEP,

@@ -43,9 +43,11 @@ class EngineConfig(ModelSettings):
     pin_cores: bool = False
     """A worker runs on cores of its own, one for each thread, as far as there are enough."""
     ready_deadline_s: float = Field(default=180, gt=0)
-    """Seconds until a worker has loaded its model."""
+    """Seconds until a worker has loaded its model: of its processor while it works, else of the
+    clock.
+    """
     command_deadline_s: float = Field(default=60, gt=0)
-    """Seconds until a worker has answered a command."""
+    """Seconds until a worker has answered a command, counted likewise."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 

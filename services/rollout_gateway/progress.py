@@ -50,4 +50,5 @@ def _worker(seat: Seat) -> Part:
     part.ClearField("last_span")  # of this process, not of the worker
     if process is not None and process.unanswered:
         part.doing = part.doing or "takes a command"
+        part.still_s = min(part.still_s, process.still_s)
     return part

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 from paceline.ranks.group import RankLink
+from paceline.ranks.messages import Doing
+from paceline.services.policy_trainer.messages import MESSAGES
 
 NAMES = (
     "RANK",
@@ -31,11 +35,29 @@ def speak_early(link: RankLink, spoken: Path) -> None:
     link.ready()
 
 
+def start_slowly(link: RankLink, how: str, seconds: float) -> None:
+    """Takes so long before it is ready: reports its progress, computes (now and then as on a machine
+    of ten times the load, or all the time), or does nothing.
+    """
+    end = time.monotonic() + seconds
+    while (left_s := end - time.monotonic()) > 0:
+        if how == "reports":
+            link.send(MESSAGES.encode(Doing(f"loads, {left_s:.1f} s are left")))
+        elif how in ("starved", "computes"):
+            used_s = time.process_time()
+            while time.process_time() < used_s + 0.04:
+                pass
+        if how != "computes":
+            threading.Event().wait(0.2)
+
+
 def main() -> None:
     link = RankLink.from_environment()
     too_many = int(os.environ["WORLD_SIZE"]) > int(os.environ.get("RANK_ECHO_MOST", "9"))
     if os.environ.get("RANK_ECHO") == "dies" or too_many:
         raise SystemExit("no device for this rank")
+    if how := os.environ.get("RANK_ECHO_SLOW"):
+        start_slowly(link, how, float(os.environ["RANK_ECHO_SLOW_S"]))
     if spoken := os.environ.get("RANK_ECHO_EARLY"):
         speak_early(link, Path(spoken))
     elif os.environ.get("RANK_ECHO") != "silent":

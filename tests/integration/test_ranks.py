@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from paceline.local.heartbeat import LIMIT_S
 from paceline.local.patience import patient
 from paceline.local.process_directory import process_directory
 from paceline.ranks.group import HostShare, RankGroup, RankLost
-from paceline.ranks.messages import Doing
+from paceline.ranks.messages import Doing, Save, Saved
 from paceline.ranks.watched import WatchedRanks
 from paceline.services.policy_trainer.messages import MESSAGES, Message, Progress, Started
 
@@ -54,14 +55,14 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
 STANDS = MESSAGES.encode(Started(Progress())).decode()
 
 
-def watching(group: RankGroup) -> WatchedRanks[Message]:
+def watching(group: RankGroup, start_deadline_s: float = 0.0) -> WatchedRanks[Message]:
     async def started() -> None: ...
 
     return WatchedRanks(
         group,
         MESSAGES,
         service="policy_trainer",
-        start_deadline_s=patient(20.0),
+        start_deadline_s=start_deadline_s or patient(20.0),
         on_start=started,
         on_message=lambda message: None,
     )
@@ -256,6 +257,59 @@ async def test_a_rank_that_is_never_ready_fails_the_start_and_is_gone(tmp_path: 
     with pytest.raises(DeadlineExceeded):
         await group.start(0.5)
     assert group.pids == []
+
+
+@pytest.mark.parametrize("how", ["reports", "starved"])
+async def test_ranks_that_start_for_longer_than_the_deadline_are_awaited_while_they_get_on(
+    tmp_path: Path, how: str
+) -> None:
+    group = _group(tmp_path, 1, RANK_ECHO_SLOW=how, RANK_ECHO_SLOW_S="6", RANK_ECHO_NEWS=STANDS)
+    watched = watching(group, start_deadline_s=3.0)
+    supervising = asyncio.create_task(watched.supervise())
+    seen = set[str]()
+    while not watched.ready:
+        assert not supervising.done(), supervising.exception()
+        seen.add(watched.parts({})[1].doing.partition(",")[0])
+        with suppress(Unavailable):
+            await watched.wait_ready(0.1)
+    assert watched.pids
+    assert ("loads" in seen) == (how == "reports"), "progress is shown while the ranks start"
+    supervising.cancel()
+    await watched.stop(2.0)
+
+
+@pytest.mark.parametrize("how", ["stuck", "computes"])
+async def test_a_rank_that_makes_no_progress_at_its_start_is_found(
+    tmp_path: Path, how: str
+) -> None:
+    group = _group(tmp_path, 1, RANK_ECHO_SLOW=how, RANK_ECHO_SLOW_S="600")
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        await group.start(3.0)
+    assert time.monotonic() - began < patient(30.0)
+    assert group.pids == []
+
+
+async def test_a_command_may_take_longer_than_its_deadline_while_ranks_report_progress(
+    tmp_path: Path,
+) -> None:
+    watched = watching(_group(tmp_path, 1, RANK_ECHO_NEWS=STANDS))
+    supervising = asyncio.create_task(watched.supervise())
+    await watched.wait_ready(patient(20.0))
+
+    async def progress() -> None:
+        for number in range(10):
+            watched._take(0, MESSAGES.encode(Doing(f"trains micro-batch {number} of 10")))
+            await asyncio.wait({supervising}, timeout=0.2)
+
+    reporting, began = asyncio.create_task(progress()), time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="the ranks stay silent"):
+        async for _ in watched.run(Save(), Saved, 1.0):
+            pass
+    assert reporting.done()
+    assert time.monotonic() - began > 2.5
+    supervising.cancel()
+    await watched.stop(2.0)
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
-from paceline.local.process_directory import socket_directory
+from paceline.local.patience import patient
 from paceline.local.processes import (
     LOOPBACK,
     die_with_parent,
@@ -32,6 +32,7 @@ from paceline.local.processes import (
     last_words,
     listening_on,
 )
+from paceline.local.work import WorkClock
 from paceline.training import DEVICE_VARIABLE, STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
@@ -101,6 +102,11 @@ class RankGroup:
         self._context: zmq.asyncio.Context | None = None
         self._folder = ""
         self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
+        self._clock = WorkClock(lambda: self.pids)
+        self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
+        """Takes what a rank, by its number, sends while others start; False: the message waits for
+        receive().
+        """
 
     def resize(self, share: HostShare) -> None:
         """The next start is of these ranks. Raises FailedPrecondition while ranks run."""
@@ -126,21 +132,28 @@ class RankGroup:
         """Those on this host: all."""
         return self.pids
 
-    async def start(self, deadline_s: float, store: str = "") -> None:
-        """Spawn all ranks and wait until each said it is ready. `store`: file over which they meet
-        those of other hosts; "": one of their own.
+    @property
+    def still_s(self) -> float:
+        """Seconds that count since the last word of a rank (WorkClock)."""
+        return self._clock.counted_s
 
-        Raises RankLost when one ends first, DeadlineExceeded when one is not ready in time; then
-        none is left running.
+    async def start(self, deadline_s: float, store: str = "") -> None:
+        """Spawn all ranks and wait until each said it is ready.
+
+        `deadline_s`: seconds that may count without a word of any rank (WorkClock); `store`: file
+        over which they meet those of other hosts; "": one of their own.
+
+        Raises RankLost when one ends first, DeadlineExceeded when they make no progress; then none
+        is left running.
         """
         if self._processes:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
         self._bind()
         try:
-            end = asyncio.get_running_loop().time() + deadline_s
+            end = asyncio.get_running_loop().time() + patient(deadline_s)
             for rank in self._ranks:
                 await self._spawn(rank, end - asyncio.get_running_loop().time(), store)
-            await self._all_ready(end - asyncio.get_running_loop().time())
+            await self._all_ready(deadline_s)
         except BaseException:
             await self.stop(0.0)
             raise
@@ -150,19 +163,20 @@ class RankGroup:
         for rank in self._ranks:
             self._raise_if_lost()
             try:
-                async with asyncio.timeout(_SEND_S):
+                async with asyncio.timeout(patient(_SEND_S)):
                     await self._open.send_multipart([b"%d" % rank, _DATA, message])
             except zmq.ZMQError as error:
                 raise RankLost(f"rank {rank} of {self._name} is not connected") from error
             except TimeoutError as error:
                 raise DeadlineExceeded(
-                    f"rank {rank} of {self._name} takes no messages for {_SEND_S} s"
+                    f"rank {rank} of {self._name} takes no messages for {_SEND_S} s and more"
                 ) from error
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """The next message of any rank, as (rank, bytes).
 
-        Raises RankLost when a rank dies meanwhile, DeadlineExceeded when none speaks in time.
+        Raises RankLost when a rank dies meanwhile, DeadlineExceeded when `deadline_s` seconds have
+        counted without one (WorkClock).
         """
         if self._early:
             return self._early.popleft()
@@ -268,13 +282,12 @@ class RankGroup:
             )
 
     async def _all_ready(self, deadline_s: float) -> None:
-        end = asyncio.get_running_loop().time() + deadline_s
         waiting = set(self._ranks)
         while waiting:
-            rank, kind, payload = await self._receive(end - asyncio.get_running_loop().time())
+            rank, kind, payload = await self._receive(deadline_s)
             if kind == _READY:
                 waiting.discard(rank)
-            else:
+            elif not self.on_progress(rank, payload):
                 self._early.append((rank, payload))
 
     async def _receive(self, deadline_s: float) -> tuple[int, bytes, bytes]:
@@ -285,14 +298,13 @@ class RankGroup:
         message: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._open.recv_multipart())
         waits: set[asyncio.Future[Any]] = {message, lost}
         try:
-            done, _ = await asyncio.wait(
-                waits, timeout=max(deadline_s, 0), return_when=asyncio.FIRST_COMPLETED
-            )
+            await self._clock.wait(waits, deadline_s)
         finally:
             if not message.done():
                 message.cancel()
 
-        if message in done:
+        if message.done() and not message.cancelled():
+            self._clock.restart()
             identity, kind, payload = message.result()
             return int(identity), kind, payload
         self._raise_if_lost()
@@ -347,9 +359,12 @@ class RankLink:
         return self.receive(0.0)
 
     def send(self, message: bytes) -> None:
-        """Send one message to the parent. Raises Unavailable when it takes none for 10 s."""
-        if not self._socket.poll(int(_SEND_S * 1000), zmq.POLLOUT):
-            raise Unavailable(f"the parent of rank {self.rank} takes no messages for {_SEND_S} s")
+        """Send one message to the parent. Raises Unavailable when it takes none for 10 s, on a busy
+        machine for longer.
+        """
+        seconds = patient(_SEND_S)
+        if not self._socket.poll(int(seconds * 1000), zmq.POLLOUT):
+            raise Unavailable(f"the parent of rank {self.rank} takes no messages for {seconds:g} s")
         self._socket.send_multipart([_DATA, message])
 
     def close(self) -> None:

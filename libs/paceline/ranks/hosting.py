@@ -31,6 +31,7 @@ class RankHost:
             "ranks",
         )
         self._working: asyncio.Task[None] | None = None
+        group.on_progress = self._pass_on
 
     async def hold(self, address: str, security: SecurityConfig, connect_s: float) -> None:
         """Joins the service there and holds ranks for it until it is gone; raises why. Afterwards
@@ -70,6 +71,11 @@ class RankHost:
                     self._say(said=pb.RankSaid(rank=rank, message=message))
         except PacelineError as error:
             self._say(lost=str(error))
+
+    def _pass_on(self, rank: int, message: bytes) -> bool:
+        """Sends it to the service, which keeps what has to wait."""
+        self._say(said=pb.RankSaid(rank=rank, message=message))
+        return True
 
     async def _end(self, grace_s: float) -> None:
         if self._working is not None:

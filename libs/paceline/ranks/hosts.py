@@ -5,11 +5,13 @@ say what becomes of their ranks, and do what they are told. Their side is hostin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, FailedPrecondition, InvalidInput
+from paceline.local.patience import patient
 from paceline.messages import to_message
 from paceline.ranks.group import HostShare, RankLost
 from paceline.rpc.hosts import HostStream, check_same, first_word
@@ -37,7 +39,15 @@ class HostRanks:
         self._ranks: _Stream | None = None  # that they were started by; None: none runs
         self._early: list[tuple[int, bytes]] = []  # said while others were not ready
         self._lost: RankLost | None = None
+        self._heard_s = time.monotonic()
         self.pids: list[int] = []
+        self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
+        """As RankGroup.on_progress."""
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since the last news of the host."""
+        return time.monotonic() - self._heard_s
 
     @property
     def pids_here(self) -> list[int]:
@@ -79,21 +89,22 @@ class HostRanks:
             self._joined.clear()
 
     async def start(self, deadline_s: float, store: str = "") -> None:
-        """As RankGroup.start, once the host has joined."""
-        end = asyncio.get_running_loop().time() + deadline_s
+        """As RankGroup.start, once the host has joined. The host keeps the ranks' deadline, by what
+        they use there, and gets as long again until it has sent its verdict.
+        """
         try:
             async with asyncio.timeout(max(deadline_s, 0)):
                 while (connection := self._connection) is None:
                     await self._joined.wait()
-                self._ranks = connection
-                left_s = end - asyncio.get_running_loop().time()
-                share = to_message(self._share, pb.RankShare)
-                start = pb.StartRanks(store=store, deadline_s=left_s, share=share)
-                connection.order(pb.HoldRanksResponse(start=start))
-                while not self.pids:
+            self._ranks = connection
+            share = to_message(self._share, pb.RankShare)
+            start = pb.StartRanks(store=store, deadline_s=deadline_s, share=share)
+            connection.order(pb.HoldRanksResponse(start=start))
+            while not self.pids:
+                async with asyncio.timeout(2 * patient(deadline_s)):
                     said = await self._hear()
-                    if said is not None:
-                        self._early.append(said)
+                if said is not None and not self.on_progress(*said):
+                    self._early.append(said)
         except TimeoutError as error:
             have = "started its ranks" if self._ranks else "joined"
             raise DeadlineExceeded(
@@ -161,6 +172,7 @@ class HostRanks:
         if heard is None:
             self._lost = RankLost(f"host {self.host} of {self._name} is gone with its ranks")
             raise self._lost
+        self._heard_s = time.monotonic()
         match heard.WhichOneof("news"):
             case "started":
                 self.pids = list(heard.started.pids)

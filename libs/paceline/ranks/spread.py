@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,11 @@ _LISTEN_S = 3600.0
 
 class Ranks(Protocol):
     """Processes that compute together, or some of them; RankGroup says what each method does."""
+
+    on_progress: Callable[[int, bytes], bool]
+
+    @property
+    def still_s(self) -> float: ...
 
     @property
     def pids(self) -> list[int]: ...
@@ -60,6 +65,14 @@ class SpreadRanks:
         self._heard: asyncio.Queue[tuple[int, bytes] | PacelineError] = asyncio.Queue()
         self._listening: list[asyncio.Task[None]] = []
         self._lost: PacelineError | None = None
+        self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
+        for part in parts:
+            part.on_progress = lambda rank, message: self.on_progress(rank, message)
+
+    @property
+    def still_s(self) -> float:
+        """As RankGroup.still_s, of the part that has worked or spoken last."""
+        return min(part.still_s for part in self._started or self._parts)
 
     @property
     def pids(self) -> list[int]:

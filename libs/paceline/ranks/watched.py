@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -30,6 +30,7 @@ _LAST_WORDS_S = 1.0
 _END_S = 1.0  # that ranks have to end which nothing is asked of
 _log = get_logger(__name__)
 M = TypeVar("M")
+T = TypeVar("T")
 
 
 class WatchedRanks(Generic[M]):
@@ -62,6 +63,7 @@ class WatchedRanks(Generic[M]):
         self._lost_s: float | None = None  # when ranks that are away were lost
         self._service = Activity(service)
         self._doing = Activity(f"{service} ranks")
+        group.on_progress = self._take_progress
 
     @property
     def pids(self) -> list[int]:
@@ -84,9 +86,15 @@ class WatchedRanks(Generic[M]):
         # The spans of the ranks are not of this process.
         ranks = self._doing.part({"ranks": len(self.pids)}, trouble=trouble)
         ranks.ClearField("last_span")
+        ranks.still_s = self._still_s
         service = self._service.part(counts)
         service.still_s = min(service.still_s, ranks.still_s)
         return [service, ranks]
+
+    @property
+    def _still_s(self) -> float:
+        """Seconds that count since the last progress of the ranks."""
+        return min(time.monotonic() - self._doing.moved_s, self._group.still_s)
 
     async def supervise(self) -> None:
         """Starts the ranks, and starts them again when one is lost.
@@ -127,14 +135,31 @@ class WatchedRanks(Generic[M]):
         await change.over  # each wait of `supervise` has its deadline, and its end answers too
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """Waits until the ranks take commands; Unavailable when they do not in time."""
+        """Waits until the ranks take commands; Unavailable when they have made no progress for
+        `deadline_s` seconds.
+        """
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._ready.wait()
+            await self._in_time(self._ready.wait(), deadline_s)
         except TimeoutError as error:
             raise Unavailable(
                 "the ranks are not ready", seen=f"{deadline_s} s", reason="RANK_LOST"
             ) from error
+
+    async def _in_time(self, awaited: Coroutine[Any, Any, T], deadline_s: float) -> T:
+        """What is awaited. Raises TimeoutError when the ranks have made no progress for so many
+        seconds.
+        """
+        began_s, left_s = time.monotonic(), deadline_s
+        waiting = asyncio.ensure_future(awaited)
+        try:
+            while not waiting.done():
+                if left_s <= 0:
+                    raise TimeoutError
+                await asyncio.wait({waiting}, timeout=left_s)
+                left_s = deadline_s - min(time.monotonic() - began_s, self._still_s)
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     @asynccontextmanager
     async def served(
@@ -176,8 +201,8 @@ class WatchedRanks(Generic[M]):
     async def run(self, command: Any, last: type[Any], deadline_s: float) -> AsyncGenerator[Any]:
         """Sends a command under a number of its own and yields its news up to one that is `last`.
 
-        Raises what the ranks report, Unavailable when one is lost, DeadlineExceeded when they stay
-        silent for so long.
+        Raises what the ranks report, Unavailable when one is lost, DeadlineExceeded when they make
+        no progress for so long.
         """
         number = next(self._commands)
         self.works_on(type(command).__name__.lower())
@@ -185,8 +210,7 @@ class WatchedRanks(Generic[M]):
         try:
             await self.send(replace(command, command_id=number))
             while True:
-                async with asyncio.timeout(deadline_s):
-                    one = await news.get()
+                one = await self._in_time(news.get(), deadline_s)
                 if isinstance(one, Failed):
                     raise one.error()
                 if isinstance(one, PacelineError):
@@ -270,6 +294,13 @@ class WatchedRanks(Generic[M]):
         if change is not None:
             change.end(failure)
 
+    def _take_progress(self, rank: int, data: bytes) -> bool:
+        """Takes a word of progress at once, while other ranks start; any other message waits."""
+        progress = isinstance(self._messages.decode(data), Doing | Impaired)
+        if progress:
+            self._take(rank, data)
+        return progress
+
     def _take(self, rank: int, data: bytes) -> bool:
         """Whether it was a word for the service, not only of what a rank is at."""
         message = self._messages.decode(data)
@@ -278,7 +309,8 @@ class WatchedRanks(Generic[M]):
             tell_supervisor("impaired", message.what)
             return False
         if isinstance(message, Doing):
-            self._doing.begins(message.what, message.waits_for)
+            if message.what != self._doing.doing:
+                self._doing.begins(message.what, message.waits_for)
             return False
         self._on_message(message)
         news = self._news.get(getattr(message, "command_id", 0))

@@ -68,7 +68,7 @@ class ClusterRedis(redis.asyncio.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close the connections to all nodes."""
-        for one in self._shards.values():
+        for one in [*self._shards.values()]:
             await one.aclose()
         await self._masters.aclose()
         await super().aclose(close_connection_pool)

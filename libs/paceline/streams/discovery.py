@@ -84,7 +84,7 @@ class SentinelMasters:
 
     async def aclose(self) -> None:
         """Close the connections to all Sentinels."""
-        for client in self._clients.values():
+        for client in [*self._clients.values()]:
             await client.aclose()
 
 
@@ -130,7 +130,7 @@ class ClusterMasters:
 
     async def aclose(self) -> None:
         """Close the connections to all nodes."""
-        for client in self._clients.values():
+        for client in [*self._clients.values()]:
             await client.aclose()
 
     async def _slots(self) -> dict[tuple[int, int], dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.local.patience import patient
 from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.services.coordinator.calls.base import RANK_LOST, Calls, answers
@@ -28,7 +29,7 @@ async def activate(calls: Calls, command: commands.ActivateDrafter) -> None:
         message = f"its slots were not released: {error}"
         return events.TrainerFailed(calls.now(), command.epoch, Service.DRAFTER_TRAINER, message)
 
-    slots, what, deadline_s = command.slots, "activation", command.deadline_s
+    slots, what, deadline_s = command.slots, "activation", patient(command.deadline_s)
     await release(calls, command, slots, Holder.DRAFTER, what, deadline_s=deadline_s, event_of=kept)
     if not _live(calls, command.epoch):
         return  # it ended while the engine was still leaving
@@ -66,7 +67,7 @@ async def join(calls: Calls, command: commands.JoinDrafter) -> None:
             return None
         return events.JoinFailed(calls.now(), command.epoch, str(error))
 
-    slots, deadline_s = command.joining, command.deadline_s
+    slots, deadline_s = command.joining, patient(command.deadline_s)
     await release(
         calls, command, slots, Holder.DRAFTER, "join", deadline_s=deadline_s, event_of=failed
     )
@@ -88,20 +89,22 @@ def _live(calls: Calls, epoch: int) -> bool:
 
 
 async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
-    """Emits Preempted; Deadline after the command's seconds: then the trainer kills its ranks.
+    """Emits Preempted; Deadline after the command's seconds, which stretch with the load of the
+    machine: then the trainer kills its ranks.
 
     While rollouts go on the engine gets the slots, for callers that may wait.
     """
+    deadline_s = patient(command.deadline_s)
     with calls.reported(
         Service.DRAFTER_TRAINER,
         "preempt",
         command,
-        deadline_s=command.deadline_s,
+        deadline_s=deadline_s,
         event_of=_trainer_failed(calls, command.epoch),
     ):
         request = drafter_pb2.PreemptRequest(context=calls.context(command))
         with rpc_errors():
-            answer = await calls.peers.drafter.Preempt(request, timeout=command.deadline_s)
+            answer = await calls.peers.drafter.Preempt(request, timeout=deadline_s)
         calls.emit(events.Preempted(calls.now(), command.epoch, message_figures(answer)))
     await give_back(calls, command.step, command.epoch)
 

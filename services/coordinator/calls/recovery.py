@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from paceline.errors import PacelineError, Unavailable
+from paceline.rpc.progress import ask_progress
 from paceline.services.coordinator.calls.base import Absence, Calls
 from paceline.services.coordinator.machine import commands, events
-from paceline.services.coordinator.machine.state import OPTIONAL
+from paceline.services.coordinator.machine.state import OPTIONAL, Service
 
 _LONGEST_PAUSE_S = 5.0
 
@@ -40,4 +41,19 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
     # Healthy is not yet able: a peer whose own peers are away answers, and fails at once.
     await asyncio.sleep(min(absence.pause_s, left_s))
     absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)
-    await calls.peers.wait_healthy(service, left_s)
+    try:
+        await calls.peers.wait_healthy(service, left_s)
+    except PacelineError:
+        if not await _gets_on(calls, service, limit_s):
+            raise
+        absence.since_s = calls.now()  # it loads or replays: its time begins anew
+        await _healthy_again(calls, command, absence)
+
+
+async def _gets_on(calls: Calls, service: Service, limit_s: float) -> bool:
+    """Whether a service that is not healthy answers, and a part of it has made progress."""
+    try:
+        parts = (await ask_progress(calls.peers.channels[service])).parts
+    except PacelineError:
+        return False
+    return any(part.still_s < limit_s for part in parts if part.doing)

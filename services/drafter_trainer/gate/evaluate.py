@@ -139,6 +139,8 @@ class MeasuredRows:
 class GateJob:
     """Measures frozen drafters on the same rows; `advance` until `done`, one drafter and
     piece at a time.
+
+    A job may outlive the activation that began it, so it owns the heads of its rows.
     """
 
     def __init__(
@@ -159,8 +161,9 @@ class GateJob:
         self._next = 0
         self._row: PackedRow | None = None
         self._temperature = 1.0  # of the piece at hand
-        self._heads = heads
-        self.head = heads[samples[-1].lm_head_hash]
+        self.heads = {sample.lm_head_hash: heads[sample.lm_head_hash] for sample in samples}
+        """Of its rows, by hash; whatever becomes of the heads that it was given."""
+        self.head = self.heads[samples[-1].lm_head_hash]
         """Of the newest policy version."""
 
     @property
@@ -192,7 +195,7 @@ class GateJob:
         survival = chain_survival(
             net,
             row,
-            self._heads[row.lm_head_hash],
+            self.heads[row.lm_head_hash],
             self._settings.draft_steps,
             temperature=self._temperature,
             sampled=self._settings.verification == "rejection",

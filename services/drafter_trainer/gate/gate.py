@@ -19,6 +19,7 @@ from paceline.services.drafter_trainer.gate.fall import Hurry, ServedLength
 from paceline.services.drafter_trainer.gate.freeze import Freeze
 from paceline.services.drafter_trainer.gate.round import DrafterState, GateRound, judged_parts
 from paceline.services.drafter_trainer.learn import sharing
+from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.students import Students
 from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.services.drafter_trainer.rows.store import RowStore
@@ -107,8 +108,9 @@ class PublishGate:
         if not self._enough(samples):
             return
         self._hurry.begun(samples[-1].policy_version)
+        heads = self._rows.heads.snapshot()
         candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
-        self._round = self._round_of(samples, candidates)
+        self._round = self._round_of(samples, heads, candidates)
 
     def _rivals(self, policy_version: int) -> list[DrafterState]:
         """What serves, and what candidates have to beat besides: the drafter that was taken back
@@ -120,13 +122,11 @@ class PublishGate:
         return [self.serving, *(one for one in others if one is not None)]
 
     def _round_of(
-        self, samples: Sequence[FeatureSample], candidates: Sequence[DrafterState]
+        self,
+        samples: Sequence[FeatureSample],
+        heads: Mapping[str, PolicyHead],
+        candidates: Sequence[DrafterState],
     ) -> GateRound:
-        heads = {
-            one: head
-            for one in {s.lm_head_hash for s in samples}
-            if (head := self._rows.heads.get(one)) is not None
-        }
         rivals = self._rivals(samples[-1].policy_version) if candidates else [self.serving]
         window = self._config.buffer.window
         job = GateJob(
@@ -236,7 +236,7 @@ class PublishGate:
         if not fallen or not self.serving.version:
             return None
         before = DrafterState(self.next_version, first)
-        return self._round_of(now.samples, (before, *now.candidates))
+        return self._round_of(now.samples, now.job.heads, (before, *now.candidates))
 
     def _decided(self, now: GateRound) -> bool:
         """Whether the rest of the rows need not be measured."""

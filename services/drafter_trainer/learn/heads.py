@@ -9,9 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, PacelineError
+from paceline.models.config import ModelConfig
 from paceline.models.loading import weight_files
 from paceline.tensors import head_hash
+from paceline.weights.integrity import check_spooled
 
 KEPT_HEADS = 4
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -53,6 +55,25 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
     return PolicyHead(head_hash(raw), policy_version, tensors[EMBED].float(), head.float())
 
 
+def read_spooled_head(path: Path, policy_version: int, target: ModelConfig) -> PolicyHead | None:
+    """The head of a spooled version, checked against its hashes and the target's shape; None where
+    newer versions have removed it from the spool, before or during the read.
+
+    Raises DataLoss for a damaged version, InvalidInput for a head of another shape.
+    """
+    try:
+        check_spooled(path)
+        head = load_policy_head(path, policy_version)
+    except (OSError, PacelineError):
+        if path.is_dir():
+            raise
+        return None
+    shape, allowed = tuple(head.lm_head.shape), (target.vocab_size, target.hidden_size)
+    if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
+        raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
+    return head
+
+
 class PolicyHeads:
     """The newest KEPT_HEADS by hash."""
 
@@ -69,6 +90,10 @@ class PolicyHeads:
     def get(self, head_hash: str) -> PolicyHead | None:
         """The head of that hash, None when it is not kept any more (or not here yet)."""
         return self._by_hash.get(head_hash)
+
+    def snapshot(self) -> dict[str, PolicyHead]:
+        """The kept heads by hash, as they are now; later heads change nothing in it."""
+        return dict(self._by_hash)
 
     @property
     def newest(self) -> PolicyHead:

@@ -42,13 +42,20 @@ class RowFeed:
     ) -> None:
         """open_stream: called in the thread, whose connections are its own."""
         self._open_stream, self._target, self._take = open_stream, target, take
-        self.dropped: Counter[str] = Counter()  # entries that became no sample, by reason
+        self._dropped: Counter[str] = Counter()  # of the thread
+        self._counting = threading.Lock()
         self._opened = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._following: asyncio.Task[None] | None = None
         self._holds = True  # perhaps entries that an earlier process, or a broken read, was given
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="row-feed", daemon=True)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Entries that became no sample up to now, by reason."""
+        with self._counting:
+            return self._dropped.copy()
 
     def start(self) -> None:
         """Returns when the group is made, so that no batch appended from now on is missed; after
@@ -126,7 +133,8 @@ class RowFeed:
             sample = sample_from(decode_features(entry.fields, entry.payload), self._target)
             return replace(sample, traceparent=entry.fields.get("traceparent", ""))
         except DataLoss as error:
-            self.dropped["unusable"] += 1
+            with self._counting:
+                self._dropped["unusable"] += 1
             SAMPLES_DROPPED.record(reason="unusable")
             log.warning("feature batch cannot be used", entry=entry.id, error=str(error))
             await stream.dead_letter(GROUP, entry, str(error))

@@ -125,7 +125,8 @@ class RowStore:
     @property
     def tokens(self) -> int:
         """Training positions held."""
-        return self._buffer.tokens
+        with self._changed:
+            return self._buffer.tokens
 
     @property
     def nbytes(self) -> int:
@@ -134,8 +135,9 @@ class RowStore:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Samples that were let go, by reason."""
-        return self._buffer.dropped
+        """Samples that were let go up to now, by reason."""
+        with self._changed:
+            return self._buffer.dropped.copy()
 
     def __len__(self) -> int:
         return len(self._buffer)

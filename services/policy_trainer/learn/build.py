@@ -18,10 +18,12 @@ from paceline.services.policy_trainer.learn.critic import Critic
 from paceline.services.policy_trainer.learn.learner import Learner
 from paceline.services.policy_trainer.learn.loading import check_attention
 from paceline.services.policy_trainer.learn.model import PolicyModel, critic_on_meta, policy_on_meta
-from paceline.services.policy_trainer.learn.parallel import shard
+from paceline.services.policy_trainer.learn.parallel import OnLoad, loads_silently, shard
 
 
-def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
+def build_learner(
+    config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad = loads_silently
+) -> Learner:
     """With the start policy as its reference and a critic, where they are needed. Collective.
 
     Raises ConfigError for a directory without a model, an attention or a kernel of the head that
@@ -31,16 +33,18 @@ def build_learner(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Learner:
     check_attention(config.attention, mesh.device_type)
     check_head(config, mesh.device_type)
     needs = build_algorithm(config.algorithm).needs()
-    policy = _policy(config, mesh, frozen=False)
+    policy = _policy(config, mesh, on_load, frozen=False)
     reference: PolicyModel | StartPolicy | None = None
     if needs.reference:
         adapted = config.adapters.rank > 0
-        reference = StartPolicy(policy) if adapted else _policy(config, mesh, frozen=True)
-    critic = _critic(config, mesh) if needs.values else None
+        reference = StartPolicy(policy) if adapted else _policy(config, mesh, on_load, frozen=True)
+    critic = _critic(config, mesh, on_load) if needs.values else None
     return Learner(config, policy, mesh, reference, critic)
 
 
-def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> PolicyModel:
+def _policy(
+    config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad, *, frozen: bool
+) -> PolicyModel:
     model = policy_on_meta(
         Path(config.model),
         recompute=config.recompute_activations and not frozen,
@@ -51,17 +55,17 @@ def _policy(config: PolicyTrainerConfig, mesh: DeviceMesh, *, frozen: bool) -> P
     model.requires_grad_(not frozen)
     if config.adapters.rank and not frozen:
         add_adapters(model, config.adapters)
-    return shard(model, mesh, config)
+    return shard(model, mesh, config, on_load)
 
 
-def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh) -> Critic:
+def _critic(config: PolicyTrainerConfig, mesh: DeviceMesh, on_load: OnLoad) -> Critic:
     settings = config.algorithm
     if not isinstance(settings, PpoConfig):
         raise ConfigError(
             "an algorithm of your own cannot have a critic", seen=settings.name, allowed="ppo"
         )
     model = critic_on_meta(Path(config.model), attention=config.attention)
-    return Critic(config, settings, shard(model, mesh, config), mesh)
+    return Critic(config, settings, shard(model, mesh, config, on_load), mesh)
 
 
 def check_head(config: PolicyTrainerConfig, device: str) -> None:

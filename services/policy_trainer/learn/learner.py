@@ -31,7 +31,7 @@ from paceline.services.policy_trainer.learn.device_memory import DeviceMemory
 from paceline.services.policy_trainer.learn.figures import Figures
 from paceline.services.policy_trainer.learn.kept_weights import KeptWeights
 from paceline.services.policy_trainer.learn.minibatches import MiniBatch, Packer, mini_batches
-from paceline.services.policy_trainer.learn.model import PolicyModel, pair_cost
+from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel, pair_cost
 from paceline.services.policy_trainer.learn.objective import PolicyObjective
 from paceline.services.policy_trainer.learn.parts import StepParts
 from paceline.services.policy_trainer.learn.weights import PolicyWeights
@@ -72,6 +72,11 @@ class Learner:
         self.updates = 0
         self.on_micro_batch: Callable[[int, int], None] = lambda number, of: None
         """Told of each micro-batch of this rank before it is trained on."""
+        self.on_layer: Callable[[], None] = lambda: None
+        """Called as each layer of a model is computed, forwards and backwards."""
+        for one in (model, reference, critic.model if critic else None):
+            for layer in one.layers() if isinstance(one, PolicyModel | ValueModel) else ():
+                layer.register_forward_hook(self._note_layer)
         self.weights = PolicyWeights(config, model)
         audited = config.audit.kept_versions if config.audit.share else 0
         versions = min(audited, config.max_staleness or 0)
@@ -81,6 +86,12 @@ class Learner:
         optimizers = [self.optimizer, *([critic.optimizer] if critic else ())]
         models = [model, reference, critic.model if critic else None]
         self.memory = DeviceMemory([one for one in models if one is not None], optimizers)
+
+    def _note_layer(self, layer: nn.Module, given: Any, made: Any) -> None:
+        self.on_layer()
+        states = made[0] if isinstance(made, tuple) else made
+        if states.requires_grad:
+            states.register_hook(lambda gradient: self.on_layer())
 
     def step(self, batch: TrainBatch, steps_before: int = 0) -> StepFacts:
         """Updates the weights on the batch, once for every mini-batch and pass; leaves them as they

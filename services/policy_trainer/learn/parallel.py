@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,12 @@ from paceline.training import DEVICE_VARIABLE
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", PolicyModel, ValueModel)
+OnLoad = Callable[[int, int], None]
+"""Called with the bytes of a model that this rank has read, and those of the whole model."""
+
+
+def loads_silently(read: int, of: int) -> None:
+    """Reports nothing."""
 
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
@@ -46,7 +53,9 @@ def _kind_of(device: str) -> str:
     return device
 
 
-def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:
+def shard(
+    model: M, mesh: DeviceMesh, config: PolicyTrainerConfig, on_load: OnLoad = loads_silently
+) -> M:
     """Loads each decoder layer and then the rest from the start policy, and shards it over the mesh
     before the next one is loaded, in place (FSDP2, arXiv 2304.11277).
 
@@ -56,7 +65,10 @@ def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:
     start, names = StartWeights(Path(config.model)), model.names()
     dtype = getattr(torch, config.compute_dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    read = 0
     for unit in (*model.layers(), model):
+        new = sum(parameter.nbytes for parameter in unit.parameters() if parameter.is_meta)
         fill_adapters(unit, names, mesh.device_type, config.run.seed)
         start.fill(unit, names, mesh.device_type)
         unit.to(mesh.device_type)  # what is in no file, such as buffers
@@ -66,4 +78,6 @@ def shard(model: M, mesh: DeviceMesh, config: PolicyTrainerConfig) -> M:
             reshard_after_forward=config.reshard_after_forward,
             mp_policy=precision,
         )
+        read += new
+        on_load(read, whole)
     return model

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable, WeightsError
+from paceline.local.work import WorkClock
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.config import CanaryConfig
 from paceline.services.rollout_gateway.workers.placement import Seat
@@ -199,15 +200,18 @@ class Canary:
             )
             for prompt in prompts
         ]
-        seconds = self._config.deadline_s
+        process, seconds = seat.process, self._config.deadline_s
+        clock = WorkClock(lambda: [process.pid_here] if process and process.pid_here else [])
+        answers = asyncio.ensure_future(self._router.probes.answers(seat, requests))
         try:
-            async with asyncio.timeout(seconds):
-                return await self._router.probes.answers(seat, requests)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"engine worker {seat.index} does not answer the canary's probe",
-                seen=f"{seconds:g} s",
-            ) from error
+            if await clock.wait((answers,), seconds):
+                return answers.result()
+        finally:
+            answers.cancel()
+        raise DeadlineExceeded(
+            f"engine worker {seat.index} does not answer the canary's probe",
+            seen=f"{seconds:g} s",
+        )
 
     def _arm(self, process: WorkerProcess, drafter: int) -> str:
         """An arm that drafts with the version; empty when there is none."""

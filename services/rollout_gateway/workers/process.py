@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from math import inf
+from typing import Any
 
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.work import WorkClock
 from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
@@ -32,6 +35,7 @@ class WorkerProcess:
         self._on_tokens = on_tokens
         self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
         self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
+        self._clocks: list[WorkClock] = []  # of the commands that it has not answered
         self.lost = life.ended
 
     def forget(self, target: int, version: int) -> None:
@@ -53,8 +57,16 @@ class WorkerProcess:
         """Commands that it has not answered yet."""
         return len(self._answers)
 
+    @property
+    def still_s(self) -> float:
+        """Seconds that count (WorkClock) since the newest unanswered command; infinite without
+        one.
+        """
+        return min((clock.counted_s for clock in self._clocks), default=inf)
+
     async def start(self, deadline_s: float) -> None:
-        """Spawn and wait until it serves.
+        """Spawn and wait until it serves; `deadline_s` counts what the worker uses of the processor
+        (WorkClock).
 
         Raises ConfigError when its settings are refused, Unavailable when it dies,
         DeadlineExceeded.
@@ -63,13 +75,11 @@ class WorkerProcess:
         await self._become_ready(deadline_s)
 
     async def _become_ready(self, deadline_s: float) -> None:
-        done, _ = await asyncio.wait(
-            (self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if self._ready in done:
+        await self._clock().wait((self._ready, self.lost), deadline_s)
+        if self._ready.done():
             self.ready = self._ready.result()
             self.versions = versions_from_proto(self.ready.versions)
-        elif self.lost in done:
+        elif self.lost.done():
             raise Unavailable(
                 f"engine worker {self.index} ended before it was ready", seen=self.lost.result()
             )
@@ -83,7 +93,8 @@ class WorkerProcess:
         self._life.send(command.SerializeToString())
 
     async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:
-        """Send and wait for the answer.
+        """Send and wait for the answer; `deadline_s` counts what the worker uses of the processor
+        (WorkClock), but for a look at its health, which serves to show that it does not answer.
 
         Raises what CommandFailed says, Unavailable on loss, DeadlineExceeded.
         """
@@ -94,9 +105,7 @@ class WorkerProcess:
         self._answers[command.command_id] = answer
         self.send(command)
         try:
-            await asyncio.wait(
-                (answer, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await self._awaited(command, (answer, self.lost), deadline_s)
         finally:
             del self._answers[command.command_id]
 
@@ -112,6 +121,23 @@ class WorkerProcess:
         if event.HasField("failed"):
             raise wire.error_from(event.failed, f"engine worker {self.index}: ")
         return event
+
+    async def _awaited(
+        self, command: pb.WorkerCommand, futures: tuple[asyncio.Future[Any], ...], deadline_s: float
+    ) -> None:
+        """Returns when one of the futures is done, or at the deadline."""
+        if command.HasField("get_health"):
+            await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            return
+        clock = self._clock()
+        self._clocks.append(clock)
+        try:
+            await clock.wait(futures, deadline_s)
+        finally:
+            self._clocks.remove(clock)
+
+    def _clock(self) -> WorkClock:
+        return WorkClock(lambda: [self.pid_here] if self.pid_here else [])
 
     async def stop(self) -> None:
         """Shutdown, then kill after STOP_GRACE_S; frees what belongs to it."""

@@ -31,7 +31,7 @@ from paceline.models.config import ModelConfig
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
-from paceline.services.drafter_trainer.learn.heads import PolicyHeads
+from paceline.services.drafter_trainer.learn.heads import KEPT_HEADS, PolicyHeads
 from paceline.services.drafter_trainer.learn.membership import on_cpu
 from paceline.services.drafter_trainer.learn.students import Students, initial_nets
 from paceline.services.drafter_trainer.link import TrainerLink
@@ -502,11 +502,11 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: 
     assert frozen.serving - reopened.serving > reopened.noise
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors_have_forgotten(
-    tmp_path: Path,
-) -> None:
-    """It has learned rows whose embedding is the policy's, they those of another one."""
+def forgetful(tmp_path: Path) -> tuple[Trainer, DraftNet, int]:
+    """A trainer whose serving drafter has forgotten the tasks that come again, the run's first
+    drafter, which knows them, and the version that serves. The first has learned rows whose
+    embedding is the policy's, its successors rows of another embedding.
+    """
     before = Trainer(tmp_path / "before", max_epochs=1e6)
     before.feed(trained_rows())
     before.run(1, max_steps=40)
@@ -535,10 +535,18 @@ def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors
 
     trainer.rows.add_head(policy.policy_head("cd" * 8, 2))
     trainer.learn_at(1e-12)
-    taught = trainer.learner.total_steps
     trainer.parent.sent.clear()
     trainer.feed(trained_rows(version=2, head="cd" * 8))
     trainer.feed_always(fresh_rows(version=2, head="cd" * 8))
+    return trainer, first, version
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors_have_forgotten(
+    tmp_path: Path,
+) -> None:
+    trainer, first, version = forgetful(tmp_path)
+    taught = trainer.learner.total_steps
     trainer.run(7, max_steps=3, drafter=version, until="promoted")
     (back,) = trainer.judged("promoted")
     assert back.candidate - back.serving > back.noise
@@ -550,6 +558,23 @@ def test_the_runs_first_drafter_serves_again_when_tasks_come_that_its_successors
     assert trainer.learner.total_steps >= taught > 0, "steps are counted on"
     trainer.run(8, max_steps=1, drafter=back.drafter_version)
     assert not all(torch.equal(value, kept[name]) for name, value in trainer.weights().items())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_round_of_the_gate_judges_with_the_heads_it_began_with_whatever_heads_come_meanwhile(
+    tmp_path: Path,
+) -> None:
+    trainer, _, version = forgetful(tmp_path)
+    gate = trainer.trainer.gate
+    trainer.run(7, max_steps=1, drafter=version)
+    gate.start()
+    for number in range(3, 4 + KEPT_HEADS):  # of later policy steps, between two activations
+        trainer.rows.add_head(toy_policy().policy_head(f"{number:016x}", number))
+    assert trainer.rows.heads.get("cd" * 8) is None
+    while gate.judging:
+        trainer.parent.sent += gate.advance(8)
+    (back,) = trainer.judged("promoted")
+    assert (back.optimizer_steps, back.policy_version) == (0, 2), "it looked back"
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -10,8 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.errors import PacelineError, ResourceExhausted
+from paceline.config import SecurityConfig
+from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted
 from paceline.local.news import VARIABLE, news_pipe
+from paceline.local.ports import free_port
+from paceline.rpc import Server, channel
+from paceline.rpc.progress import Activity, add_progress
 from paceline.services.coordinator.calls.base import Calls, Reported
 from paceline.services.coordinator.calls.peers import Peers
 from paceline.services.coordinator.calls.recovery import await_service
@@ -20,10 +24,12 @@ from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event
 from paceline.services.coordinator.machine.state import Service
 from paceline.streams.connection import REDIS_FULL
+from paceline.v1.progress_pb2 import GetProgressResponse
 from paceline.whole_files import DISK_FULL
 
 LIMIT_S = 120.0
 UNUSED = cast(Any, None)
+OPEN = SecurityConfig(run_tokens=False)
 NO_SPACE = "No space left on device"
 
 
@@ -46,6 +52,10 @@ class Trainer:
     def fails_of(self, error: PacelineError) -> None:
         with pytest.raises(Reported), self.called():
             raise error
+
+    def speak_to(self, peers: Peers) -> None:
+        """Uses these peers from now on."""
+        self._calls.peers = peers
 
     async def awaited(self) -> Event:
         """What waiting for it comes to."""
@@ -91,3 +101,35 @@ async def test_a_service_without_room_is_waited_for_as_long_as_that_lasts(
     with trainer.called():
         pass
     assert told() == ["recovered policy_trainer has room again"]
+
+
+@pytest.mark.parametrize("gets_on", [True, False])
+async def test_a_service_that_loads_for_longer_is_awaited_while_it_makes_progress(
+    gets_on: bool,
+) -> None:
+    activity, trainer, port = Activity("policy_trainer ranks"), Trainer(), free_port()
+    activity.begins("loads the model, 340 of 540 MB")
+    if not gets_on:
+        activity.moved_s -= LIMIT_S
+
+    async def answer() -> GetProgressResponse:
+        return GetProgressResponse(parts=[activity.part()])
+
+    looks = list[float]()
+
+    async def healthy(service: Service, left_s: float) -> None:
+        looks.append(left_s)
+        trainer.now += left_s
+        if len(looks) < 3:
+            raise DeadlineExceeded("not healthy", seen=f"{left_s} s")
+
+    server = Server(f"127.0.0.1:{port}", OPEN)
+    add_progress(server, answer)
+    await server.start()
+    async with channel(f"127.0.0.1:{port}", OPEN) as peer:
+        channels = {Service.POLICY_TRAINER: peer}
+        trainer.speak_to(cast(Peers, SimpleNamespace(wait_healthy=healthy, channels=channels)))
+        ended = await trainer.awaited()
+    await server.stop(0.0)
+    assert isinstance(ended, events.ServiceBack if gets_on else events.CallFailed)
+    assert len(looks) == (3 if gets_on else 1)

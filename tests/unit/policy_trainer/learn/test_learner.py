@@ -127,6 +127,28 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
         assert torch.equal(weight, expected[name]), name
 
 
+def test_each_layer_of_a_step_is_reported_forwards_and_backwards(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    """So a micro-batch that takes minutes is no silence."""
+    one, layers, micro_batches = learner(model_dir, mesh), list[int](), list[int]()
+    one.on_layer = lambda: layers.append(len(micro_batches))
+    one.on_micro_batch = lambda number, of: micro_batches.append(number)
+    one.step(batch(0))
+    each = len(one.model.layers())
+    assert micro_batches
+    assert all(layers.count(number) >= 2 * each for number in micro_batches)
+
+
+def test_loading_is_reported_up_to_the_whole_model(model_dir: Path, mesh: DeviceMesh) -> None:
+    read = list[tuple[int, int]]()
+    config = PolicyTrainerConfig(model=str(model_dir))
+    one = build_learner(config, mesh, lambda done, of: read.append((done, of)))
+    assert len(read) == len(one.model.layers()) + 1
+    assert read == sorted(read)
+    assert read[-1][0] == read[-1][1] > 0
+
+
 def ways_of(one: Trajectory) -> tuple[DrawSpan, ...]:
     """Two arms in int8 for most of the tokens, of which the last two thirds are trained, another in
     float32 for the rest.
