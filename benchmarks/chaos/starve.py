@@ -5,7 +5,7 @@ process has the lowest priority and is stopped again and again, and busy process
 The starved run has to end with status 0 and to train the same tokens with the same rewards. No
 process of it may die, no log may hold an error, no holder may work on a slot of another.
 
-A finished seed is kept in the file of results, so an interrupted command continues there.
+A seed that met its goals stays in the file of results; the next command passes over it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,32 @@ import psutil
 
 from benchmarks.chaos.remains import read_log
 from benchmarks.chaos.verdict import judge_samples, unequal
-from benchmarks.demo_runs import demo_folder
+from benchmarks.demo_runs import DemoPlan, demo_folder, words
 from benchmarks.options import above_zero, not_negative
 from benchmarks.processes import marked
 from benchmarks.result import Goal, machine
+from paceline.local.patience import VARIABLE
 from paceline.local.processes import child_environment, usable_cores
 
-STEPS, PROMPTS, SAMPLES = 6, 8, 16
+STEPS, PROMPTS, SAMPLES = 4, 8, 16
 STOPPED_S, BETWEEN_S = (0.1, 3.0), (0.5, 15.0)
+_DRAFTER = demo_folder() / "drafter_trained"  # of another policy, so that candidates are promoted
+_SETTINGS = (
+    f"gateway.drafter={_DRAFTER}",
+    f"drafter_trainer.drafter={_DRAFTER}",
+    "drafter_trainer.gate.interval_steps=4",
+    "drafter_trainer.gate.samples=4",
+    "drafter_trainer.gate.min_positions=50",
+    f"coordinator.prompts_per_step={PROMPTS}",
+    f"coordinator.samples_per_task={SAMPLES}",
+    "coordinator.evaluation.every=2",
+    "coordinator.evaluation.heldout_prompts=64",
+    "coordinator.evaluation.probe_every=2",
+    "coordinator.evaluation.probe_prompts=16",
+    "policy_trainer.checkpoint_interval_steps=1",
+)
 _MARK = "PACELINE_STARVED_RUN"
 _LIMIT_S, _END_S, _LOOK_S = 1200.0, 60.0, 0.2
-_ZERO = ("deaths", "errors", "trespasses", "lost", "unequal", "left_over")
 _DEATH = re.compile(r"^\w+ (died|given_up|impaired)\b(?!.*does not answer).*$", re.MULTILINE)
 _ERROR = re.compile(r"^.*(\[(error|critical) *\]|Traceback \(most recent).*$", re.MULTILINE)
 _BUSY = """
@@ -59,215 +74,173 @@ while True:
 
 
 @dataclass
-class Seed:
-    """One starved run beside its undisturbed run; lists hold the findings in words."""
+class Starved:
+    """One starved run beside its undisturbed run."""
 
     seed: int
-    status: int = -1  # of the starved run
+    status: int = -1
     undisturbed_s: float = 0.0
     starved_s: float = 0.0
-    stops: int = 0
+    stops: dict[str, int] = field(default_factory=dict)  # by process
     longest_stop_s: float = 0.0
-    stopped: list[str] = field(default_factory=list)  # processes that were stopped at least once
-    never_stopped: list[str] = field(default_factory=list)
-    trained: int = 0
-    promotions: int = 0
-    evaluations: int = 0
-    checkpoints: int = 0
-    deaths: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # log lines of level error
-    trespasses: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    unequal: list[str] = field(default_factory=list)  # samples with other tokens or rewards
-    left_over: list[str] = field(default_factory=list)
+    wrong: dict[str, list[str]] = field(default_factory=dict)  # goal -> findings in words
+    parts: dict[str, int] = field(default_factory=dict)  # how often each part of a run took place
 
     @property
     def met(self) -> bool:
         """Whether nothing is wrong and every part of a run took place."""
-        whole = self.trained and self.promotions and self.evaluations and self.checkpoints
-        return not (self.status or any(getattr(self, name) for name in _ZERO)) and bool(whole)
-
-
-def settings() -> list[str]:
-    """The demo with all parts of a run in few steps. It starts with the drafter of another policy,
-    so that candidates are better and are promoted.
-    """
-    drafter = demo_folder() / "drafter_trained"
-    return [
-        f"gateway.drafter={drafter}",
-        f"drafter_trainer.drafter={drafter}",
-        "drafter_trainer.gate.interval_steps=4",
-        "drafter_trainer.gate.samples=4",
-        "drafter_trainer.gate.min_positions=50",
-        f"coordinator.prompts_per_step={PROMPTS}",
-        f"coordinator.samples_per_task={SAMPLES}",
-        "coordinator.evaluation.every=2",
-        "coordinator.evaluation.heldout_prompts=64",
-        "coordinator.evaluation.probe_every=2",
-        "coordinator.evaluation.probe_prompts=16",
-        "policy_trainer.checkpoint_interval_steps=1",
-        "policy_trainer.ledger_keep=1000000",
-    ]
+        return not self.status and not any(self.wrong.values()) and all(self.parts.values())
 
 
 class Stopper:
-    """Lowers the priority of each process of a run and stops it again and again."""
+    """Stops each process of a run again and again."""
 
-    def __init__(self, seed: int, run: Path) -> None:
+    def __init__(self, seed: int, run: str) -> None:
         self._seed, self._run = seed, run
-        self.stopped_s: dict[str, list[float]] = {}  # name and process id -> its stops
+        self.stops: dict[int, list[float]] = {}  # process -> seconds of each stop
+        self.names: dict[int, str] = {}
 
     async def stop_all(self) -> None:
         """Never returns. A cancelled call leaves no process stopped."""
         async with asyncio.TaskGroup() as group:
             while True:
-                for process in marked(_MARK, str(self._run)):
-                    with suppress(psutil.Error):
-                        name = f"{_short(process)} {process.pid}"
-                        if name not in self.stopped_s:
-                            self.stopped_s[name] = []
-                            group.create_task(self._stop_one(process.pid, self.stopped_s[name]))
+                for process in marked(_MARK, self._run):
+                    if process.pid not in self.stops:
+                        self.stops[process.pid] = []
+                        group.create_task(self._stop_again(process, len(self.stops)))
                 await asyncio.sleep(_LOOK_S)
 
-    async def _stop_one(self, pid: int, stops: list[float]) -> None:
-        draw = random.Random(f"{self._seed} {len(self.stopped_s)}")  # noqa: S311  no secret
-        with suppress(ProcessLookupError):
+    async def _stop_again(self, process: psutil.Process, number: int) -> None:
+        draw, pid = random.Random(f"{self._seed} {number}"), process.pid
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
             handle = os.pidfd_open(pid)
             try:
-                _lower_priority(pid)
+                _lower_session(pid)
                 while True:
                     await asyncio.sleep(draw.uniform(*BETWEEN_S))
-                    signal.pidfd_send_signal(handle, signal.SIGSTOP)
-                    began_s = time.monotonic()
-                    try:
-                        await asyncio.sleep(draw.uniform(*STOPPED_S))
-                    finally:
-                        signal.pidfd_send_signal(handle, signal.SIGCONT)
-                        stops.append(time.monotonic() - began_s)
+                    self.names[pid] = " ".join([*process.cmdline()[:3], str(pid)])
+                    await self._stop(handle, draw.uniform(*STOPPED_S), self.stops[pid])
             finally:
                 os.close(handle)
 
+    async def _stop(self, handle: int, seconds: float, stops: list[float]) -> None:
+        signal.pidfd_send_signal(handle, signal.SIGSTOP)
+        began_s = time.monotonic()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            signal.pidfd_send_signal(handle, signal.SIGCONT)
+            stops.append(time.monotonic() - began_s)
 
-def _lower_priority(pid: int) -> None:
-    os.setpriority(os.PRIO_PROCESS, pid, 19)
-    # Where the kernel groups sessions, the priority of the group decides between them.
+
+def _lower_session(pid: int) -> None:
+    """A kernel that groups sessions ignores the priority of a process outside its group."""
     with suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text("19")
 
 
-def _short(process: psutil.Process) -> str:
-    words = process.cmdline()
-    return words[words.index("-m") + 1] if "-m" in words else process.name()
-
-
-@asynccontextmanager
-async def _busy(count: int, seed: int) -> AsyncIterator[None]:
-    """Processes that compute for 0.1 to 3 s and sleep for as long, at normal priority."""
-    command = [sys.executable, "-c", _BUSY]
-    started = [
-        await asyncio.create_subprocess_exec(
-            *command, f"{seed} {number}", env=child_environment(), start_new_session=True
-        )
-        for number in range(count)
-    ]
-    try:
-        yield
-    finally:
-        for one in started:
-            one.kill()
-            await one.wait()
-
-
-async def _demo(run: Path, seed: int, steps: int) -> tuple[int, list[str]]:
-    """The status of a whole run and the command lines of processes that outlived it."""
-    words = [sys.executable, "-m", "paceline.cli.main", "demo", "--lines", "text", "--out"]
-    words += [str(run), "--seed", str(seed), "--steps", str(steps), *settings()]
-    environment = {**os.environ, _MARK: str(run)}
-    environment.pop("REDIS_URL", None)
-    run.mkdir(parents=True)
-    with (run / "console.log").open("wb") as console:
+async def _make(plan: DemoPlan, *within: str) -> tuple[int, list[str]]:
+    """Makes a run; its status and the command lines of processes that outlived it."""
+    plan.out.mkdir()
+    environment = {**os.environ, _MARK: str(plan.out)}
+    for variable in ("REDIS_URL", VARIABLE):
+        environment.pop(variable, None)
+    with (plan.out / "console.log").open("wb") as console:
         process = await asyncio.create_subprocess_exec(
-            *words,
+            *(*within, *await plan.command()),
             stdout=console,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
     try:
-        async with asyncio.timeout(_LIMIT_S):
-            return await process.wait(), _kill_left_over(run)
-    except TimeoutError:
-        return -int(signal.SIGALRM), []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LIMIT_S):
+                await process.wait()
     finally:
-        if process.returncode is None:
+        ended = process.returncode
+        if ended is None:
             process.terminate()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
                     await process.wait()
-        _kill_left_over(run)
+        left = marked(_MARK, str(plan.out))
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    return -signal.SIGALRM if ended is None else ended, [str(one) for one in left]
 
 
-def _kill_left_over(run: Path) -> list[str]:
-    left = []
-    for process in marked(_MARK, str(run)):
-        with suppress(psutil.Error):
-            left.append(" ".join(process.cmdline()))
-            process.kill()
-    return left
-
-
-async def _starved(run: Path, found: Seed, steps: int, busy: int) -> None:
-    stopper, began_s = Stopper(found.seed, run), time.monotonic()
-    async with _busy(busy, found.seed):
-        stopping = asyncio.create_task(stopper.stop_all())
-        try:
-            found.status, found.left_over = await _demo(run, found.seed, steps)
-        finally:
-            stopping.cancel()
-            await asyncio.gather(stopping, return_exceptions=True)
+async def _starve(plan: DemoPlan, found: Starved, busy: int) -> None:
+    stopper, began_s = Stopper(found.seed, str(plan.out)), time.monotonic()
+    spinning = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _BUSY, f"{found.seed} {number}"), env=child_environment()
+        )
+        for number in range(busy)
+    ]
+    stopping = asyncio.create_task(stopper.stop_all())
+    try:
+        found.status, found.wrong["left_over"] = await _make(plan, "nice", "-n", "19")
+    finally:
+        stopping.cancel()
+        with suppress(asyncio.CancelledError):
+            await stopping
+        for one in spinning:
+            one.kill()
+            await one.wait()
     found.starved_s = round(time.monotonic() - began_s, 1)
-    stops = [one for each in stopper.stopped_s.values() for one in each]
-    found.stops, found.longest_stop_s = len(stops), round(max(stops, default=0.0), 2)
-    found.stopped = sorted(name for name, each in stopper.stopped_s.items() if each)
-    found.never_stopped = sorted(stopper.stopped_s.keys() - found.stopped)
+    found.stops = {stopper.names[pid]: len(each) for pid, each in stopper.stops.items() if each}
+    found.longest_stop_s = round(
+        max((one for each in stopper.stops.values() for one in each), default=0.0), 2
+    )
 
 
-def _judge(found: Seed, starved: Path, undisturbed: Path, steps: int) -> None:
-    (run,), (other,) = (list(one.glob("demo-*")) for one in (starved, undisturbed))
-    console = (starved / "console.log").read_text(errors="replace")
-    found.deaths = [one[0] for one in _DEATH.finditer(console)]
+def _judge(found: Starved, plan: DemoPlan, undisturbed: DemoPlan) -> None:
+    run, promotions = plan.directory, 0
+    console = (plan.out / "console.log").read_text(errors="replace")
+    found.wrong["deaths"] = [one[0] for one in _DEATH.finditer(console)]
+    found.wrong["errors"] = errors = list[str]()
     for log in sorted((run / "logs").glob("*.log")):
         text = log.read_text(errors="replace")
-        found.errors += [f"{log.name}: {one[0][:500]}" for one in _ERROR.finditer(text)]
-        found.promotions += text.count("decision=promoted")
-    mine, theirs = (read_log(one / "redis-durable", one.name) for one in (run, other))
-    verdict = judge_samples(mine, steps, PROMPTS, SAMPLES)
-    found.trained, found.lost = verdict.trained, verdict.lost + verdict.duplicated
-    found.unequal = unequal(mine, theirs)
-    found.checkpoints = len(list((run / "checkpoints" / "policy").glob("step-*")))
-    if (run / "summary.json").is_file():
-        summary = json.loads((run / "summary.json").read_text())
-        pieces = summary["trespasses"].items()
-        found.trespasses = [f"{count} of {holder}" for holder, count in pieces if count]
-        records = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-        found.evaluations = sum("accuracy" in one.get("evaluations", {}) for one in records)
+        errors += [f"{log.name}: {one[0][:500]}" for one in _ERROR.finditer(text)]
+        promotions += text.count("decision=promoted")
+    mine, theirs = (
+        read_log(one.directory / "redis-durable", one.directory.name) for one in (plan, undisturbed)
+    )
+    verdict = judge_samples(mine, plan.steps, PROMPTS, SAMPLES)
+    found.wrong |= {"lost": verdict.lost, "duplicated": verdict.duplicated}
+    found.wrong["unequal"] = unequal(mine, theirs)
+    done = plan.read() if (run / "summary.json").is_file() else None
+    trespasses = done.summary["trespasses"] if done else {"summary": "missing"}
+    found.wrong["trespasses"] = [f"{one}: {count}" for one, count in trespasses.items() if count]
+    found.parts = {
+        "trained": verdict.trained,
+        "promotions": promotions,
+        "evaluations": len(done.probes) if done else 0,
+        "checkpoints": len(list((run / "checkpoints" / "policy").glob("step-*"))),
+    }
 
 
-async def _seed(seed: int, options: argparse.Namespace) -> Seed:
-    found, place = Seed(seed), Path(tempfile.mkdtemp(prefix="starve-"))
+async def _seed(seed: int, options: argparse.Namespace) -> Starved:
+    found, place = Starved(seed), Path(tempfile.mkdtemp(prefix="starve-"))
+    plain, starved = (
+        DemoPlan(place / arm, seed, arm, options.steps, _SETTINGS, words("--lines", "text"))
+        for arm in ("plain", "starved")
+    )
     try:
         began_s = time.monotonic()
-        status, _ = await _demo(place / "b", seed, options.steps)
+        status, _ = await _make(plain)
+        found.undisturbed_s = round(time.monotonic() - began_s, 1)
         if status:
-            found.deaths = [f"the undisturbed run ended with status {status}"]
+            found.wrong["deaths"] = [f"the undisturbed run ended with status {status}"]
         else:
-            found.undisturbed_s = round(time.monotonic() - began_s, 1)
-            await _starved(place / "a", found, options.steps, options.busy)
-            _judge(found, place / "a", place / "b", options.steps)
+            await _starve(starved, found, options.busy)
+            _judge(found, starved, plain)
         if not found.met:
-            kept, unneeded = options.out.with_suffix("") / str(seed), "*.safetensors"
-            ignored = shutil.ignore_patterns("*.sock", unneeded)
-            shutil.copytree(place, kept, ignore=ignored, dirs_exist_ok=True)
+            unneeded = shutil.ignore_patterns("*.sock", "*.safetensors")
+            kept = options.out.with_suffix("") / str(seed)
+            shutil.copytree(place, kept, ignore=unneeded, dirs_exist_ok=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return found
@@ -276,11 +249,11 @@ async def _seed(seed: int, options: argparse.Namespace) -> Seed:
 def _goals(seeds: Sequence[Mapping[str, Any]]) -> Iterator[Goal]:
     ended = sum(one["status"] == 0 for one in seeds)
     yield Goal("seeds that ended with status 0", len(seeds), ended, ended == len(seeds))
-    for name in _ZERO:
-        count = sum(len(one[name]) for one in seeds)
+    for name in dict.fromkeys(name for one in seeds for name in one["wrong"]):
+        count = sum(len(one["wrong"].get(name, ())) for one in seeds)
         yield Goal(name, 0, count, count == 0)
     for name in ("trained", "promotions", "evaluations", "checkpoints"):
-        least = min((one[name] for one in seeds), default=0)
+        least = min(one["parts"].get(name, 0) for one in seeds)
         yield Goal(f"{name} in each seed, at least", 1, least, least >= 1)
 
 
@@ -288,11 +261,10 @@ async def _run(options: argparse.Namespace) -> int:
     working = asyncio.current_task()
     assert working is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
-    conditions = {"steps": options.steps, "busy": options.busy}
-    facts: dict[str, Any] = {**conditions, "seeds": []}
+    facts: dict[str, Any] = {"steps": options.steps, "busy": options.busy, "seeds": []}
     if options.out.is_file():
         held = json.loads(options.out.read_text())
-        facts = held if conditions.items() <= held.items() else facts
+        facts = held if all(held[name] == facts[name] for name in ("steps", "busy")) else facts
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for seed in range(options.first, options.first + options.seeds):
         if any(one["seed"] == seed and one["met"] for one in facts["seeds"]):
@@ -304,20 +276,20 @@ async def _run(options: argparse.Namespace) -> int:
         facts |= {"goals": [asdict(one) for one in _goals(facts["seeds"])], "machine": machine()}
         options.out.write_text(json.dumps(facts, indent=1) + "\n")
     for goal in facts["goals"]:
-        _say(f"{'met   ' if goal['met'] else 'MISSED'} {goal['name']} {goal['goal']}: {goal['value']}")
+        word = "met   " if goal["met"] else "MISSED"
+        _say(f"{word} {goal['name']} {goal['goal']}: {goal['value']}")
     _say(str(options.out))
     return 0 if all(goal["met"] for goal in facts["goals"]) else 1
 
 
-def _line(found: Seed) -> str:
-    wrong = [f"{name} {len(getattr(found, name))}" for name in _ZERO if getattr(found, name)]
-    if found.status:
-        wrong.insert(0, f"status {found.status}")
+def _line(found: Starved) -> str:
+    wrong = {"status": found.status} if found.status else {}
+    wrong |= {name: len(each) for name, each in found.wrong.items() if each}
+    verdict = "met" if found.met else f"MISSED {wrong}"
     return (
-        f"seed {found.seed}: {'met' if found.met else 'MISSED ' + ', '.join(wrong)}; {found.stops} "
-        f"stops of {len(found.stopped)} processes, the longest {found.longest_stop_s} s; "
-        f"{found.trained} trained, {found.promotions} promotions, {found.evaluations} evaluations, "
-        f"{found.checkpoints} checkpoints; {found.starved_s} s, undisturbed {found.undisturbed_s} s"
+        f"seed {found.seed}: {verdict}; {sum(found.stops.values())} stops of {len(found.stops)} "
+        f"processes, the longest {found.longest_stop_s} s; {found.parts}; {found.starved_s} s, "
+        f"undisturbed {found.undisturbed_s} s"
     )
 
 
@@ -328,12 +300,19 @@ def _say(text: str) -> None:
 
 def main() -> int:
     """All seeds; the last line names the file of results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.starve", description=__doc__)
-    parser.add_argument("--seeds", type=above_zero(int), default=20, help="how many (20)")
-    parser.add_argument("--first", type=not_negative(int), default=0, help="the first seed (0)")
-    cores = 2 * usable_cores()
-    parser.add_argument("--busy", type=not_negative(int), default=cores, help=f"({cores})")
-    parser.add_argument("--steps", type=above_zero(int), default=STEPS, help=f"of a run ({STEPS})")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos.starve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cores = usable_cores()
+    for name, kind, usual, what in (
+        ("seeds", above_zero(int), 20, "how many"),
+        ("first", not_negative(int), 0, "the first seed"),
+        ("busy", not_negative(int), cores, "busy processes beside the run"),
+        ("steps", above_zero(int), STEPS, "RL steps of a run"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=usual, help=f"{what} ({usual})")
     parser.add_argument("--out", type=Path, default=Path("runs/starve.json"))
     try:
         return asyncio.run(_run(parser.parse_args()))
