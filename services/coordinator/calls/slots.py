@@ -105,8 +105,8 @@ async def preempted(peers: Peers, request: PreemptRequest, deadline_s: float) ->
             answer: PreemptResponse = await peers.drafter.Preempt(request, timeout=deadline_s)
             return answer
     with rpc_errors():
-        answer = await peers.drafter.Preempt(request, timeout=deadline_s)
-        return answer
+        last: PreemptResponse = await peers.drafter.Preempt(request, timeout=deadline_s)
+        return last
 
 
 async def hand_back(calls: Calls, command: commands.HandBack) -> None:
