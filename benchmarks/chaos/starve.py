@@ -58,7 +58,8 @@ _SETTINGS = (
 )
 _MARK = "PACELINE_STARVED_RUN"
 _LIMIT_S, _END_S, _LOOK_S = 1200.0, 60.0, 0.2
-_DEATH = re.compile(r"^\w+ (died|given_up|impaired)\b(?!.*does not answer).*$", re.MULTILINE)
+_ALARM = r"(?!.*(does not answer|no progress))"  # a server or a step is late, no process has died
+_DEATH = re.compile(rf"^\w+ (died|given_up|impaired)\b{_ALARM}.*$", re.MULTILINE)
 _ERROR = re.compile(r"^.*(\[(error|critical) *\]|Traceback \(most recent).*$", re.MULTILINE)
 _BUSY = """
 import random, sys, time
@@ -196,14 +197,23 @@ async def _starve(plan: DemoPlan, found: Starved, busy: int) -> None:
     )
 
 
+def deaths(console: str) -> list[str]:
+    """Console lines that report the end of a process or of its work."""
+    return [one[0] for one in _DEATH.finditer(console)]
+
+
+def errors(log: str) -> list[str]:
+    """Lines of a log at level error, and first lines of tracebacks."""
+    return [one[0] for one in _ERROR.finditer(log)]
+
+
 def _judge(found: Starved, plan: DemoPlan, undisturbed: DemoPlan) -> None:
     run, promotions = plan.directory, 0
     console = (plan.out / "console.log").read_text(errors="replace")
-    found.wrong["deaths"] = [one[0] for one in _DEATH.finditer(console)]
-    found.wrong["errors"] = errors = list[str]()
+    found.wrong |= {"deaths": deaths(console), "errors": []}
     for log in sorted((run / "logs").glob("*.log")):
         text = log.read_text(errors="replace")
-        errors += [f"{log.name}: {one[0][:500]}" for one in _ERROR.finditer(text)]
+        found.wrong["errors"] += [f"{log.name}: {one[:500]}" for one in errors(text)]
         promotions += text.count("decision=promoted")
     mine, theirs = (
         read_log(one.directory / "redis-durable", one.directory.name) for one in (plan, undisturbed)
