@@ -467,7 +467,7 @@ def test_a_drafter_that_has_trained_in_the_rollouts_trains_again_during_the_push
     state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
     assert issued == (
         commands.Commit(0, state.epoch, VersionSet(1, 1, 0), leased=(0,)),
-        commands.PreemptDrafter(0, state.lease_epoch, 2.0),
+        commands.PreemptDrafter(0, state.lease_epoch, 4.0),
     )
 
 
@@ -572,7 +572,7 @@ def test_a_stopped_run_finishes_the_running_step() -> None:
 
 def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() -> None:
     state, issued = step(training(), events.ServiceLost(3, Service.GATEWAY, "connection refused"))
-    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2, 2.0))
+    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2, 4.0))
     state, issued = step(state, events.ServiceBack(4, Service.GATEWAY))
     assert issued == ()
     state, issued = step(state, events.Preempted(5, 2))
