@@ -42,6 +42,16 @@ def running(module: str, pid: int | None = None) -> list[psutil.Process]:
     return sorted(found, key=lambda one: (one.create_time(), one.pid))
 
 
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Processes of this machine that have inherited a value of an environment variable."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What processes took between two looks."""

@@ -50,14 +50,20 @@ class Remains:
 
 def read_remains(directory: Path, run_id: str) -> Remains:
     """Everything of a run that has ended. Raises ValueError for what is none of ours."""
-    found = Remains()
-    prefix = f"paceline:{{{run_id}}}:"
-    for words in logged_commands(directory / "run" / "redis-durable"):
-        if len(words) > 2 and words[1].decode(errors="replace").startswith(prefix):
-            _take(found, words, words[1].decode().removeprefix(prefix))
+    found = read_log(directory / "run" / "redis-durable", run_id)
     hashes = json.loads((directory / "kept" / HASHES).read_text())
     for path in sorted((directory / "kept").glob("*@*"), key=_number):
         _take_files(found, path, hashes.get(path.name))
+    return found
+
+
+def read_log(directory: Path, run_id: str) -> Remains:
+    """The part of a run that Redis' append-only log holds. Raises ValueError as read_remains."""
+    found = Remains()
+    prefix = f"paceline:{{{run_id}}}:"
+    for words in logged_commands(directory):
+        if len(words) > 2 and words[1].decode(errors="replace").startswith(prefix):
+            _take(found, words, words[1].decode().removeprefix(prefix))
     return found
 
 

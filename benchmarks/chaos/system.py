@@ -20,7 +20,7 @@ from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.remains import WEIGHTS
 from benchmarks.chaos.schedule import SUPERVISOR, Trigger
 from benchmarks.chaos.settings import RUN_ID, settings
-from benchmarks.processes import running
+from benchmarks.processes import marked, running
 from paceline.config.tables import merge, write_tables
 from paceline.errors import FailedPrecondition, PacelineError
 from paceline.events import FactSubscriber
@@ -106,12 +106,7 @@ class System:
 
     def left_over(self) -> list[psutil.Process]:
         """Processes of this run, by what their environment has inherited."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(_MARK) == str(self.directory):
-                    found.append(process)
-        return found
+        return marked(_MARK, str(self.directory))
 
     def pids(self, target: str) -> list[int]:
         """Processes of a kind that run now, in the order of their start."""

@@ -43,25 +43,53 @@ def judge(
     found: Remains, steps: int, prompts: int, samples: int, undisturbed: Remains | None
 ) -> RunVerdict:
     """A run of `steps` steps that asked for `samples` answers to each of `prompts` tasks."""
-    verdict = RunVerdict()
-    wanted = [
+    verdict = judge_samples(found, steps, prompts, samples)
+    by_sample = _by_sample(found)
+    _judge_batches(verdict, found, steps, by_sample)
+    _judge_weights(verdict, found, steps, by_sample)
+    _judge_order(verdict, found, steps)
+    if undisturbed is not None:
+        _compare(verdict, found, undisturbed, _wanted(steps, prompts, samples))
+    return verdict
+
+
+def judge_samples(found: Remains, steps: int, prompts: int, samples: int) -> RunVerdict:
+    """The part of `judge` that Redis' log alone decides: whether each sample was trained once."""
+    verdict, by_sample = RunVerdict(), _by_sample(found)
+    wanted = _wanted(steps, prompts, samples)
+    verdict.samples = len(wanted)
+    for sample in wanted:
+        _judge_sample(verdict, sample, by_sample.get(sample, []))
+    for sample in set(by_sample) - set(wanted):
+        verdict.duplicated.append(f"{sample} was never asked for")
+    return verdict
+
+
+def unequal(found: Remains, other: Remains) -> list[str]:
+    """Samples of either run whose tokens, reward or step of training the other run does not have,
+    in words.
+    """
+    mine, theirs = (
+        {
+            sample: [(one.tokens, one.record.get("reward"), one.fates) for _, one in named]
+            for sample, named in _by_sample(each).items()
+        }
+        for each in (found, other)
+    )
+    return [
+        f"{sample} has other tokens, another reward or another fate"
+        for sample in sorted(mine.keys() | theirs.keys())
+        if mine.get(sample) != theirs.get(sample)
+    ]
+
+
+def _wanted(steps: int, prompts: int, samples: int) -> list[Sample]:
+    return [
         (step, f"s{step}.t{task}", number)
         for step in range(steps)
         for task in range(prompts)
         for number in range(samples)
     ]
-    verdict.samples = len(wanted)
-    by_sample = _by_sample(found)
-    for sample in wanted:
-        _judge_sample(verdict, sample, by_sample.get(sample, []))
-    for sample in set(by_sample) - set(wanted):
-        verdict.duplicated.append(f"{sample} was never asked for")
-    _judge_batches(verdict, found, steps, by_sample)
-    _judge_weights(verdict, found, steps, by_sample)
-    _judge_order(verdict, found, steps)
-    if undisturbed is not None:
-        _compare(verdict, found, undisturbed, wanted)
-    return verdict
 
 
 def _by_sample(found: Remains) -> dict[Sample, list[tuple[str, BranchHistory]]]:

@@ -204,9 +204,9 @@ class CoordinatorConfig(ServiceConfig):
     """Journal entries after which the end of a step writes a snapshot: a restarted coordinator
     replays what follows it.
     """
-    preempt_deadline_s: float = Field(default=2.0, gt=0)
-    """Seconds until the drafter must have given its slots back; they stretch with the load of the
-    machine.
+    preempt_deadline_s: float = Field(default=4.0, gt=0)
+    """Seconds until the drafter must have given its slots back, at the machine's quiet speed; they
+    stretch with its load.
     """
     step_deadline_s: float = Field(default=900.0, gt=0)
     """Seconds that the rollouts, the policy step or an evaluation may take before the run fails. In

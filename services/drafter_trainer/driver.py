@@ -21,7 +21,7 @@ from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 
 FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000
-PREEMPT_S = 2.0  # until ranks are killed that nobody waits for
+PREEMPT_S = 4.0  # for ranks that nobody waits for; longer than a stop that kills no process
 KILL_S = 10.0
 _NO_ACTIVATION = "no activation of this lease trains"
 START_S = 90.0  # import torch, read the drafter and the policy's head

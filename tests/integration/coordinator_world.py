@@ -77,6 +77,7 @@ class Script:
     released: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     deaf_to_preempt: bool = False
+    missed_preempts: int = 0  # requests that arrive while the trainer is stopped
     slow_to_attach: bool = False
     unscored: frozenset[tuple[int, int]] = frozenset()  # (task index, sample index) of every step
     unscored_ends: str = "stop"  # how these end
@@ -457,7 +458,8 @@ class Drafter(DrafterServiceServicer):
         return drafter_pb2.JoinResponse(join_s=0.01, world_size=len(request.slots))
 
     async def Preempt(self, request: Any, context: Any) -> Any:
-        if self.script.deaf_to_preempt:
+        self.script.missed_preempts -= 1
+        if self.script.deaf_to_preempt or self.script.missed_preempts >= 0:
             await asyncio.sleep(WAIT_S)
         self.script.preempted.set()
         return drafter_pb2.PreemptResponse(stopped_after_s=0.01, was_active=True)

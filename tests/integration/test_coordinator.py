@@ -408,6 +408,17 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
     assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < patient(10)
 
 
+async def test_a_preemption_that_a_stopped_trainer_has_missed_is_repeated_before_its_slots_move(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(Script(missed_preempts=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, preempt_deadline_s=0.5))
+        await run_to_end(config)
+    names = [entry["event"] for entry in await journal_of(config)]
+    assert "Deadline" not in names
+    assert "Preempted" in names
+
+
 async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
     redis_url: str, tmp_path: Path
 ) -> None:

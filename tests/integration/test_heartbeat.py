@@ -127,6 +127,18 @@ async def test_a_process_that_was_stopped_for_less_than_the_limit_is_alive() -> 
         assert not one.ended.done()
 
 
+async def test_a_silent_process_that_was_stopped_for_less_than_the_limit_is_alive() -> None:
+    async with watched() as one:
+        one.order(f"away {3 * LIMIT_S}")  # silent as on a machine that gives it no time
+        for _ in range(3):
+            os.kill(one.process.pid, signal.SIGSTOP)
+            await asyncio.sleep(LIMIT_S / 2)
+            os.kill(one.process.pid, signal.SIGCONT)
+            await asyncio.sleep(2 * BEAT_S)
+        assert await one.says() == "away"
+        assert not one.ended.done()
+
+
 async def test_on_a_machine_loaded_five_times_over_nobody_is_killed() -> None:
     with five_times_over():
         async with watched() as one, watched() as other:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from redis_servers import foreign_redis
 from paceline.config import ServiceConfig, load_config
 from paceline.local.hung import LAST, Turns
 from paceline.local.launch import Launch
-from paceline.local.patience import patient
+from paceline.local.patience import VARIABLE, patient
 from paceline.local.redis import resolved, wait_redis
 from paceline.local.services import service
 from paceline.local.supervisor import Supervisor, launch_of
@@ -67,36 +68,67 @@ async def test_a_loop_that_turns_or_has_ended_is_left_alone() -> None:
     ends[1].cancel()
 
 
-@pytest.mark.parametrize("how", ["stopped", "hung"])
-async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+@pytest.fixture
+async def redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[float, float]
+) -> AsyncIterator[tuple[Supervisor, Events, Redis]]:
+    """A Redis of the run's own, under `limits`: heartbeat_s and hung_s."""
     monkeypatch.delenv("REDIS_URL", raising=False)
     words = [f"run.dir={tmp_path}"]
     config = resolved(load_config(ServiceConfig, "local", [], words))
     launch = launch_of(
         service("redis"), config.model_copy(update={"redis": ServiceConfig().redis}), words
     )
-    events = Events()
-    async with Supervisor(
-        [launch], tmp_path, on_event=events.hear, policy=QUICK, heartbeat_s=0.6, hung_s=4.0
-    ) as supervisor:
+    events, (heartbeat_s, hung_s) = Events(), limits
+    async with (
+        Supervisor(
+            [launch],
+            tmp_path,
+            on_event=events.hear,
+            policy=QUICK,
+            heartbeat_s=heartbeat_s,
+            hung_s=hung_s,
+        ) as supervisor,
+        connect(config.redis.durable_url) as client,
+    ):
         await supervisor.start(patient(30.0))
-        client: Redis = connect(config.redis.durable_url)
-        await client.set("kept", "1")
-        if how == "stopped":
-            os.kill(psutil.Process(supervisor.pids["redis"]).pid, signal.SIGSTOP)
-        else:
-            endless = asyncio.create_task(client.eval("while true do end", 0))
-        await events.until(lambda heard: "died" in heard.kinds("redis"))
-        if how == "hung":
-            endless.cancel()
-        (died,) = [event for event in events if event.kind == "died"]
-        said = {"stopped": f", stopped: process {died.pid}", "hung": ", hung: no answer for 4 s"}
-        assert died.detail.startswith(f"was killed by SIGKILL{said[how]}"), died
-        await events.until(lambda heard: heard.kinds("redis").count("healthy") == 2)
-        assert await client.get("kept") == b"1"
-        await client.aclose()
+        yield supervisor, events, client
+
+
+@pytest.mark.parametrize("limits", [(0.6, 4.0)])
+@pytest.mark.parametrize("how", ["stopped", "hung"])
+async def test_a_redis_of_ours_that_answers_nothing_is_replaced_with_its_data(
+    redis: tuple[Supervisor, Events, Redis], how: str
+) -> None:
+    supervisor, events, client = redis
+    await client.set("kept", "1")
+    if how == "stopped":
+        os.kill(supervisor.pids["redis"], signal.SIGSTOP)
+    else:
+        endless = asyncio.create_task(client.eval("while true do end", 0))
+    await events.until(lambda heard: "died" in heard.kinds("redis"))
+    if how == "hung":
+        endless.cancel()
+    (died,) = [event for event in events if event.kind == "died"]
+    said = {"stopped": ", silent for 0.6 s", "hung": ", hung: no answer for 4 s"}
+    assert died.detail.startswith(f"was killed by SIGKILL{said[how]}"), died
+    await events.until(lambda heard: heard.kinds("redis").count("healthy") == 2)
+    assert await client.get("kept") == b"1"
+
+
+@pytest.mark.parametrize("limits", [(1.5, 30.0)])
+async def test_a_redis_of_ours_that_was_stopped_for_less_than_the_limit_lives(
+    redis: tuple[Supervisor, Events, Redis], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, events, client = redis
+    monkeypatch.setenv(VARIABLE, "1")  # as on a quiet machine
+    pid = supervisor.pids["redis"]
+    for _ in range(4):  # at several phases of the questions
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.4)
+        os.kill(pid, signal.SIGCONT)
+        await client.ping()
+    assert (supervisor.pids["redis"], "died" in events.kinds("redis")) == (pid, False)
 
 
 async def test_a_server_is_not_asked_whether_it_hangs_before_it_was_healthy(

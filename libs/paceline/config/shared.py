@@ -29,8 +29,9 @@ class RunConfig(Config):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed from which all request seeds follow."""
     heartbeat_s: float = Field(default=3.0, ge=0)
-    """Seconds of silence after which a stopped process is killed and replaced: services by their
-    supervisor, ranks and engine workers by their service. 0: never, for debuggers.
+    """Seconds that a process may be stopped (SIGSTOP); a longer stop ends in its replacement:
+    services and Redis by their supervisor, ranks and engine workers by their service. A silent
+    process that is not stopped gets six times as long. 0: no limit, for debuggers.
     """
     hung_s: float = Field(default=30.0, ge=0)
     """Seconds after which what runs and gets nowhere is killed and replaced: a service whose event

@@ -26,7 +26,6 @@ from paceline.local.processes import (
     last_lines,
     last_words,
     signal_group,
-    stopped,
 )
 
 _LOOK_S = 1.0
@@ -186,7 +185,7 @@ class Child:
         if ping is None:
             return await self._turns.end()
         await self.is_healthy.wait()  # until then that is watched
-        return await unanswered(ping, every_s, limit_s, tell, lambda: stopped([self.pid]))
+        return await unanswered(ping, every_s, limit_s, tell)
 
     async def _live(self, news_pipe: int) -> int:
         """Wait for health, then for the end; returns the exit status.

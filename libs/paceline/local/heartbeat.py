@@ -1,14 +1,17 @@
-"""Watches whether child processes run: each answers beats, and one that falls silent is killed.
+"""Watches whether child processes run, and kills a child that is stopped or falls silent.
 
-A beat is a ping of ZeroMQ on a socket that carries nothing else. It is answered by a thread of
-libzmq's in the child, which needs neither Python's lock nor the child's loop: a process that
-computes, imports or compiles for minutes answers, a stopped one does not. Whether the loop of a
-service gets on is hung.py's.
+A beat is a ping of ZeroMQ on a socket that carries nothing else. A thread of libzmq in the child
+answers it, so a child that computes, imports or compiles for minutes still answers.
 
-A silent child's connection is cut. One that was only late connects again within the grace, which
-is as long as the machine is busy, and lives; nothing is lost by it. One that is neither stopped nor
-gone, as its machine has it, gets several limits more: memory that is read back from a disk can keep
-every thread of a process for seconds.
+A stopped child (SIGSTOP) is killed when every look at its state, six in a limit, has found it
+stopped for longer than the limit. Its silence alone does not count: a busy machine may have kept it
+silent before somebody stopped it for a moment.
+
+The parent cuts the connection of a silent child. A child that was only late connects again and
+lives; nothing is lost by it. A silent child that is not stopped gets several limits more, stretched
+by the load of the machine: memory that is read back from a disk can keep every thread for seconds.
+
+hung.py watches whether the loop of a service makes progress.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,21 +34,27 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.config.shared import RunConfig
 from paceline.local.patience import patient
 from paceline.local.process_directory import socket_directory
-from paceline.local.processes import HEARTBEAT_VARIABLE, stopped
+from paceline.local.processes import HEARTBEAT_VARIABLE
 
 LIMIT_S = RunConfig().heartbeat_s
 """Seconds of silence that a child may keep, unless set."""
 _BEATS = 6  # in the limit
-_LATE = 5  # limits that one has which is seen to run, or at least not to be stopped
+_LATE = 5  # limits that a silent process has which is not stopped
 _CONNECTED, _CUT = zmq.Event.ACCEPTED, zmq.Event.DISCONNECTED
 _CONNECT_S = 10.0
 _UNKNOWN = 0  # process of a connection that was cut before it was looked at
+_Stop = tuple[int, int]  # process, its switches: a process that ran meanwhile has more of them
 _numbers = itertools.count(1)
 _answering: list[zmq.Socket[bytes]] = []
 
 
 class Process(Protocol):
     """A child, as asyncio has it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
 
     async def wait(self) -> int:
         """The returncode, once it has ended."""
@@ -59,11 +69,12 @@ class Heartbeat:
     """The parent's end, of one child; use `environment` for its start and await `outlived`."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
-        """`limit_s`: seconds of silence after which, give or take a beat, a child is killed that
-        has once answered; 0: never.
+        """`limit_s`: seconds for which a child may be stopped, or silent after its first answer,
+        before it is killed two beats later; 0: no limit.
         """
         self._limit_s = limit_s
         self._watching: asyncio.Task[None] | None = None
+        self._known: set[int] = set()  # processes that have answered
         self.environment = {HEARTBEAT_VARIABLE: ""}
         self.verdict = ""
         """Why the child was killed, as a continuation of how it ended; "" when it was not."""
@@ -81,13 +92,13 @@ class Heartbeat:
         self._socket.bind(self.environment[HEARTBEAT_VARIABLE])
 
     async def outlived(self, process: Process) -> int:
-        """How the process ended. One that falls silent is killed, and its end waited for as long
-        again: who would tell of it may be stopped too.
+        """How the process ended. A stopped or silent process is killed; its end is awaited for one
+        limit, because the process that reports the end may be stopped too.
         """
         if not self._limit_s:
             return await process.wait()
         ending = asyncio.ensure_future(process.wait())
-        silent = self._watching = asyncio.create_task(self._silent())
+        silent = self._watching = asyncio.create_task(self._watch(process.pid))
         try:
             await asyncio.wait({ending, silent}, return_when=asyncio.FIRST_COMPLETED)
             if silent.cancelled() or ending.done():
@@ -108,29 +119,48 @@ class Heartbeat:
         if self._watching is not None:
             self._watching.cancel()
 
+    async def _watch(self, pid: int) -> None:
+        """Returns when the child is to be killed."""
+        watches = [asyncio.create_task(one) for one in (self._silent(), self._stopped(pid))]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        finally:
+            for one in watches:
+                one.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _stopped(self, pid: int) -> None:
+        """Returns when the child has been stopped without a break for longer than the limit."""
+        beats, since = 0, frozenset[_Stop]()  # no clock: a pause of this process counts once
+        while beats <= _BEATS:
+            await asyncio.sleep(self._limit_s / _BEATS)
+            seen = _stops(self._known | {pid})
+            beats, since = (beats + 1, since & seen) if since & seen else (0, seen)
+
     async def _silent(self) -> None:
-        """Returns when a process that has connected is away for longer than the grace, as one is
-        that has ended: who awaits its end hears of that first.
+        """Returns when a process that has connected is away for several limits, or has ended; a
+        caller that awaits its end is notified of the end first.
         """
         connections: dict[int, int] = {}  # process of each, by its file
-        known: set[int] = set()
         late_s = 0.0
         while True:
-            away = known.difference(connections.values())
+            away = self._known.difference(connections.values())
             grace_s = self._limit_s / _BEATS
             try:
                 async with asyncio.timeout(patient(grace_s) if away else None):
                     event = await recv_monitor_message(self._monitor)
             except TimeoutError:
-                late_s += grace_s
                 if await self._monitor.poll(0):
                     continue  # it is this process that stood
-                if late_s >= _LATE * self._limit_s or not all(map(_may_answer, away)):
+                late_s += 0.0 if _stops(away) else grace_s
+                if late_s >= _LATE * self._limit_s or not all(map(_exists, away)):
                     return
                 continue
             if event["event"] == _CONNECTED:
                 connections[event["value"]] = process = _peer(event["value"])
-                known = (known - {_UNKNOWN}) | {process}
+                self._known = (self._known - {_UNKNOWN}) | {process}
                 late_s = 0.0
             else:
                 connections.pop(event["value"], None)
@@ -152,9 +182,19 @@ def _peer(file: int) -> int:
     return _UNKNOWN
 
 
-def _may_answer(process: int) -> bool:
-    """Whether it is there and nobody has stopped it, as far as is known."""
-    return process == _UNKNOWN or (psutil.pid_exists(process) and not stopped([process]))
+def _exists(process: int) -> bool:
+    """Whether a process is there, as far as is known."""
+    return process == _UNKNOWN or psutil.pid_exists(process)
+
+
+def _stops(processes: Iterable[int]) -> frozenset[_Stop]:
+    """The stops of those processes that are stopped now."""
+    found = set()
+    for one in processes:
+        with suppress(psutil.Error):
+            if (process := psutil.Process(one)).status() == psutil.STATUS_STOPPED:
+                found.add((one, process.num_ctx_switches().voluntary))
+    return frozenset(found)
 
 
 def answer_beats() -> None:

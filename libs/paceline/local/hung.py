@@ -77,13 +77,12 @@ async def unanswered(
     every_s: float,
     limit_s: float,
     tell: Callable[[bool], None],
-    stopped: Callable[[], str],
 ) -> str:
-    """Asks a server again and again, and returns when it has not answered for `limit_s` seconds, or
-    not at all while `stopped` says that somebody has stopped it; why it is to be killed.
+    """Asks a server again and again. Returns why it is to be killed, once it has not answered for
+    `limit_s` seconds; never where `every_s` or `limit_s` is 0.
 
-    `tell`: that it does not answer (False), twice in a row, and that it does again (True). Never
-    returns where a limit is 0.
+    `tell`: called with False after two questions in a row without an answer, with True when the
+    server answers again.
     """
     if not every_s or not limit_s:
         return await _never()
@@ -93,8 +92,6 @@ async def unanswered(
             await ask(patient(every_s))
         except PacelineError:
             misses += 1
-            if said := stopped():
-                return f", {said}"
             if 2 * every_s * misses >= limit_s:
                 return f", hung: no answer for {limit_s:g} s"
             if misses == _MISSES:

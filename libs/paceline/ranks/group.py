@@ -25,6 +25,7 @@ from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.forking import Forked, Forker
 from paceline.local.heartbeat import LIMIT_S, Heartbeat, answer_beats
 from paceline.local.patience import patient
+from paceline.local.process_directory import socket_directory
 from paceline.local.processes import (
     LOOPBACK,
     die_with_parent,

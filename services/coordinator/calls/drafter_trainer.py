@@ -12,7 +12,7 @@ from paceline.messages import versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.services.coordinator.calls.base import RANK_LOST, Calls, answers
 from paceline.services.coordinator.calls.figures import message_figures
-from paceline.services.coordinator.calls.slots import give_back, release
+from paceline.services.coordinator.calls.slots import give_back, preempted, release
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.events import Event, Figure
 from paceline.services.coordinator.machine.slots import Holder
@@ -89,8 +89,9 @@ def _live(calls: Calls, epoch: int) -> bool:
 
 
 async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
-    """Emits Preempted; Deadline after the command's seconds, which stretch with the load of the
-    machine: then the trainer kills its ranks.
+    """Emits Preempted; Deadline when the trainer answers none of three requests, each within the
+    command's seconds, which stretch with the load of the machine. A trainer that has received a
+    request kills ranks that are late.
 
     While rollouts go on the engine gets the slots, for callers that may wait.
     """
@@ -103,8 +104,7 @@ async def preempt(calls: Calls, command: commands.PreemptDrafter) -> None:
         event_of=_trainer_failed(calls, command.epoch),
     ):
         request = drafter_pb2.PreemptRequest(context=calls.context(command))
-        with rpc_errors():
-            answer = await calls.peers.drafter.Preempt(request, timeout=deadline_s)
+        answer = await preempted(calls.peers, request, deadline_s)
         calls.emit(events.Preempted(calls.now(), command.epoch, message_figures(answer)))
     await give_back(calls, command.step, command.epoch)
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.rpc import leased, rpc_errors
 from paceline.services.coordinator.calls.base import Calls, no_event
+from paceline.services.coordinator.calls.peers import Peers
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.commands import StepCommand
 from paceline.services.coordinator.machine.events import Event
@@ -17,13 +18,15 @@ from paceline.services.coordinator.machine.slots import Holder
 from paceline.services.coordinator.machine.state import Phase, Service
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2
-from paceline.v1.drafter_pb2 import PreemptRequest
+from paceline.v1.drafter_pb2 import PreemptRequest, PreemptResponse
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
 RESUME_DEADLINE_S = 300.0
 """Weights may have to be read again."""
 _LEAVE_DEADLINE_S = 60.0
 """For the policy trainer's step, beyond the time that it has had."""
+_REPEATS = 2
+"""Of a preemption: three deadlines are longer than a stop that nobody is killed for (ADR 40)."""
 
 
 async def release(
@@ -90,6 +93,22 @@ async def give_back(calls: Calls, step: int, epoch: int) -> None:
         get_logger("coordinator").info("workers stay lent out for now", error=str(error))
 
 
+async def preempted(peers: Peers, request: PreemptRequest, deadline_s: float) -> PreemptResponse:
+    """The drafter trainer's answer to one of three requests, each within `deadline_s`. Raises
+    DeadlineExceeded and what else a call may raise.
+
+    A trainer that is stopped for longer than the deadline never receives the request: gRPC drops
+    what has expired, and the ranks would go on training on slots of the engine.
+    """
+    for _ in range(_REPEATS):
+        with suppress(DeadlineExceeded), rpc_errors():
+            answer: PreemptResponse = await peers.drafter.Preempt(request, timeout=deadline_s)
+            return answer
+    with rpc_errors():
+        last: PreemptResponse = await peers.drafter.Preempt(request, timeout=deadline_s)
+        return last
+
+
 async def hand_back(calls: Calls, command: commands.HandBack) -> None:
     """Has the trainers leave the slots of a run that has failed, then the engine take them.
 
@@ -99,10 +118,8 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
     try:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
-            with suppress(Unavailable, DeadlineExceeded), rpc_errors():  # then it kills its ranks
-                await peers.drafter.Preempt(
-                    PreemptRequest(context=lease), timeout=config.preempt_deadline_s
-                )
+            with suppress(Unavailable, DeadlineExceeded):  # then it kills its ranks
+                await preempted(peers, PreemptRequest(context=lease), config.preempt_deadline_s)
         if command.policy:
             save = SavePolicyCheckpointRequest(context=calls.context(command))
             with suppress(Unavailable), rpc_errors():  # answered after the step that runs

@@ -64,7 +64,7 @@ class RunSettings:
     train_during_push: bool = False  # the drafter, on slots that the policy has left
     serial_drafter: bool = False  # train between policy step and commit, not in bubbles
     activation_deadline_s: float = 30.0
-    preempt_deadline_s: float = 2.0
+    preempt_deadline_s: float = 4.0
     accuracy_enabled: bool = False
     accuracy_every: int = 0  # RL steps; 0: at start and end only
     probe_enabled: bool = False

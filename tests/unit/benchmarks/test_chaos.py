@@ -24,7 +24,8 @@ from benchmarks.chaos.happenings import Happenings
 from benchmarks.chaos.proxy import PUSH_BYTES, Proxy
 from benchmarks.chaos.remains import Remains, logged_commands, read_remains, weights_hash
 from benchmarks.chaos.schedule import KINDS, Action, deal
-from benchmarks.chaos.verdict import RunVerdict, digest, judge
+from benchmarks.chaos.starve import deaths, errors
+from benchmarks.chaos.verdict import RunVerdict, digest, judge, judge_samples, unequal
 from paceline.errors import DeadlineExceeded, InvalidInput
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
@@ -419,6 +420,34 @@ def test_tokens_are_compared_where_the_same_weights_served(tmp_path: Path) -> No
     assert (verdict.compared, verdict.not_comparable) == (8, 4)
     other.near_ties[0] = 1
     assert judged(found, other).compared == 4
+
+
+def test_samples_with_other_tokens_rewards_or_fates_are_unequal(tmp_path: Path) -> None:
+    found, other = made(tmp_path / "a"), made(tmp_path / "b")
+    assert not judge_samples(found, STEPS, PROMPTS, SAMPLES).broken
+    assert unequal(found, other) == []
+    other.branches["0-0-0/0"].tokens = b"other"
+    other.branches["1-0-0/0"].record["reward"] = 1.0
+    other.branches["2-0-0/0"].fates.append("dropped:stale")
+    del other.branches["2-0-1/0"]
+    assert len(unequal(found, other)) == 4
+
+
+def test_a_starved_run_is_judged_by_deaths_and_errors_and_not_by_alarms() -> None:
+    lines = [
+        "gateway healthy (pid 7)",
+        "redis impaired: it does not answer within 1.5 s (pid 7)",
+        "coordinator impaired: no progress for 31 s: coordinator waits (pid 7)",
+        "gateway impaired: engine worker 1 was killed by SIGKILL (pid 7)",
+        "redis died: was killed by SIGKILL, silent for 3 s (pid 7)",
+    ]
+    assert deaths("\n".join(lines)) == lines[3:]
+    lines = [
+        "2026-11-29T07:10:45Z [info     ] gate decision=kept",
+        "2026-11-29T07:10:45Z [error    ] ranks lost",
+        "Traceback (most recent call last):",
+    ]
+    assert errors("\n".join(lines)) == lines[1:]
 
 
 def test_a_hash_of_weights_forgets_the_order_and_the_header(tmp_path: Path) -> None:

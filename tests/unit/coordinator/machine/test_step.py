@@ -230,7 +230,7 @@ def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: even
 
 def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
     state, issued = step(serial_drafting(), events.Resumed(6, 2))
-    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 2.0),)
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 4.0),)
     assert step(state, events.Preempted(7, state.lease_epoch))[0].learner.phase is Phase.COMMIT
 
 
@@ -294,7 +294,7 @@ def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
 def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -> None:
     state = training()
     state, issued = step(state, events.TasksFinished(3, 1))
-    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
     assert state.learner.phase is Phase.PREEMPT
     state, issued = step(state, events.Preempted(4, 2))
     assert issued == (commands.TrainPolicy(0, 3, (0, 1), 0, WHOLE),)
@@ -360,7 +360,7 @@ def test_a_slot_that_is_released_later_joins_the_lease_under_its_epoch() -> None
 )
 def test_a_drafter_that_does_not_take_its_new_slot_is_preempted(event: events.Event) -> None:
     joins = run(begun(THREE), events.ShareDone(2, 1, 0), TRAINS, events.ShareDone(4, 1, 1))[0]
-    assert step(joins, event)[1] == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert step(joins, event)[1] == (commands.PreemptDrafter(0, 2, 4.0),)
     joined = step(joins, events.DrafterJoined(5, 2, 2))[0]
     assert step(joined, events.DrafterJoined(6, 2, 2)) == (joined, ()), "a duplicate"
     assert step(joined, TRAINS) == (joined, ()), "a late one"
@@ -392,7 +392,7 @@ def test_an_unanswered_preemption_frees_the_slot_under_a_new_epoch() -> None:
 
 def test_a_late_activation_is_preempted() -> None:
     state, issued = step(training(), events.Deadline(33, 2, "activation", 30.0))
-    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
     assert step(state, events.TasksFinished(34, 1))[1] == ()
 
 
@@ -467,7 +467,7 @@ def test_a_drafter_that_has_trained_in_the_rollouts_trains_again_during_the_push
     state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
     assert issued == (
         commands.Commit(0, state.epoch, VersionSet(1, 1, 0), leased=(0,)),
-        commands.PreemptDrafter(0, state.lease_epoch, 2.0),
+        commands.PreemptDrafter(0, state.lease_epoch, 4.0),
     )
 
 
@@ -475,7 +475,7 @@ def test_a_drafter_on_all_slots_during_the_push_leaves_before_the_commit() -> No
     state = in_policy(replace(PUSHING, max_drafter_slots=2))
     state = step(state, events.PolicyStepped(5, state.learner.epoch, 1))[0]
     state, issued = step(state, events.PolicyPrepared(6, state.learner.epoch, 1))
-    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 2.0),)
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 4.0),)
     state, issued = step(state, events.Preempted(7, state.lease_epoch))
     assert issued == (commands.Commit(0, state.epoch, VersionSet(1, 1, 0)),)
 
@@ -572,7 +572,7 @@ def test_a_stopped_run_finishes_the_running_step() -> None:
 
 def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() -> None:
     state, issued = step(training(), events.ServiceLost(3, Service.GATEWAY, "connection refused"))
-    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2, 2.0))
+    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2, 4.0))
     state, issued = step(state, events.ServiceBack(4, Service.GATEWAY))
     assert issued == ()
     state, issued = step(state, events.Preempted(5, 2))
@@ -677,7 +677,7 @@ def test_a_step_that_takes_too_long_fails_and_a_resumed_run_takes_it_up(what: st
     state, issued = step(training(), events.Deadline(600, 1, what, 600.0))
     assert issued[-1] == commands.FinishRun("rollout of step 0 took longer than 600 s")
     state, issued = step(state, events.Resumed(700, 2))
-    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
     state, issued = step(state, events.Deadline(702, 2, "preempt", 2.0))
     assert issued == (commands.RunTasks(0, state.epoch, state.versions, places=1),)
 
@@ -687,7 +687,7 @@ def test_a_run_that_fails_has_its_slots_given_back_under_a_new_epoch() -> None:
     assert issued[0] == commands.HandBack(0, 3, 2, policy=False), "the drafter leaves first"
     assert state.epoch == 3
     state, issued = step(state, events.Resumed(601, 2))
-    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert issued == (commands.PreemptDrafter(0, 2, 4.0),)
     assert step(state, events.Preempted(602, 2))[1][0].epoch > 3  # type: ignore[attr-defined]
     failed = events.CallFailed(9, Service.POLICY_TRAINER, "policy", "broken")
     state, issued = step(in_policy(), failed)
