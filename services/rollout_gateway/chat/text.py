@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.engines.requests.tokenizer_file import read_tokenizers
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTERS_PER_TOKEN = 8
@@ -36,7 +37,7 @@ class TextCodec:
                 "no tokenizer in the model directory", seen=directory, allowed="tokenizer.json"
             )
 
-        self._tokenizer, self._within = _read_tokenizers(path)
+        self._tokenizer, self._within = read_tokenizers(path)
         self._adds_up = _adds_up(_read_json(path).get("decoder"))
         settings = _read_json(directory / "tokenizer_config.json")
         tokens = {
@@ -136,22 +137,6 @@ class TextCodec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def _read_tokenizers(path: Path) -> tuple[Tokenizer, Tokenizer]:
-    """That of a file, and the same for the middle of a text: without the space that some put before
-    a first word.
-    """
-    try:
-        spelled = json.loads(path.read_text(encoding="utf-8"))
-        whole = _unlimited(Tokenizer.from_file(str(path)))
-        stages = ("normalizer", "pre_tokenizer")
-        within = {**spelled, **{name: _without_prefix(spelled.get(name)) for name in stages}}
-        if all(within[name] == spelled.get(name) for name in stages):
-            return whole, whole
-        return whole, _unlimited(Tokenizer.from_str(json.dumps(within)))
-    except Exception as error:  # the tokenizers package raises no class of its own
-        raise ConfigError(f"{path} is no tokenizer: {error}") from error
-
-
 def _adds_up(decoder: Any) -> bool:
     """Whether the text of ids is that of their parts, cut between whole characters: each token
     stands for its bytes, and nothing is done with the whole. Others move spaces at the front.
@@ -161,30 +146,6 @@ def _adds_up(decoder: Any) -> bool:
     stages = decoder.get("decoders", ()) if decoder.get("type") == "Sequence" else (decoder,)
     kinds = [one.get("type") for one in stages]
     return kinds in (["ByteLevel"], ["ByteFallback", "Fuse"])
-
-
-def _unlimited(tokenizer: Tokenizer) -> Tokenizer:
-    """Some files carry the lengths of a training run."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _without_prefix(stage: Any) -> Any:
-    """A stage of a tokenizer that puts nothing before a text."""
-    if not isinstance(stage, dict):
-        return stage
-    if stage.get("type") == "Prepend":
-        return {"type": "Sequence", "normalizers": []}
-    found = dict(stage)
-    for inner in ("normalizers", "pretokenizers"):
-        if inner in found:
-            found[inner] = [_without_prefix(one) for one in found[inner]]
-    if found.get("add_prefix_space"):
-        found["add_prefix_space"] = False
-    if found.get("type") == "Metaspace":
-        found["prepend_scheme"] = "never"
-    return found
 
 
 def _front(tokenizer: Tokenizer) -> tuple[int, ...]:
