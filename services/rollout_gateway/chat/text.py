@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.places import TextPlaces
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplate, read_template
+from paceline.services.rollout_gateway.engines.requests.token_bytes import TokenSpelling
 from paceline.services.rollout_gateway.engines.requests.tokenizer_file import read_tokenizers
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
@@ -52,6 +54,11 @@ class TextCodec:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens beside those of text, by their text: markers, and what begins and ends texts."""
         self._front = _front(self._tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        try:
+            self._spelling: TokenSpelling | None = TokenSpelling(self._tokenizer)
+        except InvalidInput:  # a decoder of no bytes: a token is then what is decoded of it alone
+            self._spelling = None
 
     @property
     def template(self) -> ChatTemplate:
@@ -94,8 +101,48 @@ class TextCodec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones by their name."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        """Text of one token in the middle of a text, special ones by their name; broken characters
+        become U+FFFD.
+        """
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token in the middle of a text, half characters as they are; of special
+        tokens those of their names.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            spelling = self._spelling
+            found = self.decode_all([token_id]).encode() if spelling is None else spelling(token_id)
+            self._bytes[token_id] = found
+        return found
+
+    def places(self, start: int = 0) -> TextPlaces:
+        """Counts the characters before each token of a text as `decode` makes it; `start` are
+        before the first.
+        """
+        return self._places(
+            lambda one: b"" if one in self._special else self.token_bytes(one), start
+        )
+
+    def places_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """[T] characters before each token in the text that was encoded as these tokens. Special
+        tokens before it that it does not spell (bos) have no width.
+        """
+        front = itertools.takewhile(self._special.__contains__, token_ids)
+        names = [self._special[token] for token in front]
+        hidden = next(
+            (index for index, name in enumerate(names) if text.startswith(name)), len(names)
+        )
+        places = self._places(self.token_bytes).take(token_ids[hidden:])
+        return [0] * hidden + [min(place, len(text)) for place in places]
+
+    def _places(self, spelled: Callable[[int], bytes], start: int = 0) -> TextPlaces:
+        kinds = () if self._spelling is None else self._spelling.kinds
+        each_byte = "ByteFallback" in kinds and "ByteLevel" not in kinds
+        return TextPlaces(
+            spelled, lambda one: self.decode_all([one]), start=start, each_byte=each_byte
+        )
 
     def encode_chat(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template.
