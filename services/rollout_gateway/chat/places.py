@@ -5,9 +5,6 @@ from __future__ import annotations
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable
 
-CONTINUES = range(0x80, 0xC0)
-"""Bytes of UTF-8 inside a character."""
-
 
 class TextPlaces:
     """Counts the characters before each token of a growing text. Tokens that share a character
@@ -44,9 +41,18 @@ class TextPlaces:
             text = self._alone(token)
             data = text.encode() if data.endswith(text.encode()) else data
         pending = self._decoder.getstate()[0]
-        if pending and data and data[0] not in CONTINUES:  # a broken character ends before it
+        if pending and data and not _joins(pending, data[:1]):  # a broken character ends here
             self._at += len(pending) if self._each_byte else 1
             self._decoder.reset()
         found = self._at
         self._at += len(self._decoder.decode(data))
         return found
+
+
+def _joins(pending: bytes, byte: bytes) -> bool:
+    """Whether a byte goes on with the beginning of a character."""
+    try:
+        getincrementaldecoder("utf-8")().decode(pending + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
