@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
@@ -45,10 +47,7 @@ class GrammarTokens:
             ) from error
         kinds = _checked_decoder(self._within, path)
         found = token_bytes(self._within)
-        self.lost_at_front = tuple(
-            [] if kinds == ("ByteLevel",) else lost_at_front(self._within, found)
-        )
-        """Tokens that lose bytes, mostly a space, where they begin a response."""
+        lost = [] if kinds == ("ByteLevel",) else lost_at_front(self._within, found)
         self._special = {
             token.content: token_id
             for token_id, token in self._within.get_added_tokens_decoder().items()
@@ -57,6 +56,13 @@ class GrammarTokens:
         self._within.encode_special_tokens = True  # the name of a special token is text here
         # A model's vocabulary is often padded beyond its tokenizer's.
         self.tokens = found + [b""] * (vocab_size - len(found))
+        kept = np.ones(len(self.tokens), dtype=np.bool_)
+        kept[lost] = False
+        kept[list(eos_token_ids)] = True
+        self.kept_at_front: npt.NDArray[np.uint8] = np.packbits(kept, bitorder="little")
+        """[ceil(V / 8)] tokens that lose no bytes, mostly a space, where they begin a response; a
+        bit each, the lowest first.
+        """
         self.special_token_ids = sorted({*self._special.values(), *eos_token_ids})
         self.eos_token_id = eos_token_ids[0]
         self.bos_token_id = None
@@ -65,21 +71,23 @@ class GrammarTokens:
             eos_token=list(eos_token_ids),
             slices=LLTokenizer.json_slices(),
         )
-        """The tokens for a matcher; `_ids` is how it takes tokens for a text."""
+        """The tokens for a matcher; `__call__` is how it finds tokens for a text."""
 
     def special(self, text: str) -> int | None:
         """The special token of that name, if there is one."""
         return self._special.get(text)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that the tokenizer takes for a UTF-8 text in the middle of another; the longest
-        ones at a time where it changes the text.
+        """Tokens that the tokenizer takes for a UTF-8 text in the middle of another. Where it
+        changes the text, or takes a token that is no text, those are the longest tokens that fit.
         """
         try:
             ids: list[int] = self._within.encode(text.decode(), add_special_tokens=False).ids
         except Exception:  # noqa: BLE001 - tokenizers has no class of its own for unknown words
             ids = []
-        if b"".join(self.tokens[token] for token in ids) == text or not hasattr(self, "guide"):
+        same = b"".join(self.tokens[token] for token in ids) == text
+        kept = same and not any(token in self.special_token_ids for token in ids)
+        if kept or not hasattr(self, "guide"):
             return ids
         return self.guide.greedy_tokenize(text.decode())
 

@@ -214,17 +214,11 @@ class GrammarMasks:
         if self._vocab % 8:
             allowed[-1] &= (1 << self._vocab % 8) - 1
         if begins is not None and not begins.begins_free:
-            self._forbid_lost(allowed)
+            assert self._tokens is not None
+            allowed &= self._tokens.kept_at_front[: len(allowed)]
         if not allowed.any():
             raise GrammarFault("no token of the vocabulary may follow")
         return allowed
-
-    def _forbid_lost(self, allowed: Allowed) -> None:
-        """Forbid the tokens that would lose a space at the beginning of a response."""
-        assert self._tokens is not None
-        for token in self._tokens.lost_at_front:
-            if token < self._vocab and token not in self._eos:
-                allowed[token >> 3] &= 0xFF ^ 1 << (token & 7)
 
     # ---- draft nodes
 

@@ -253,3 +253,16 @@ def test_halves_of_characters_keep_their_own_bytes() -> None:
     for family, build in FAMILIES.items():
         spelled = token_bytes(build())
         assert {bytes([byte]) for byte in (0xF0, 0x9F, 0x98, 0x80)} <= set(spelled), family
+
+
+def test_an_end_token_that_is_no_special_one_is_never_a_part_of_the_text(tmp_path: Path) -> None:
+    state = json.loads(byte_level().to_str())
+    for one in state["added_tokens"]:
+        one["special"] = one["id"] != END and one["special"]
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    masks, config = masks_of(tokenizer, tmp_path)
+    for seed in range(6):
+        told = draw(masks, config.vocab_size, seed, regex="</s>x")
+        assert tokenizer.decode(told) == "</s>x"
+        assert END not in told
+    masks.close()
