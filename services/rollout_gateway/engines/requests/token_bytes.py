@@ -135,7 +135,8 @@ def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _texts(tokenizer: Tokenizer, ids: list[list[int]]) -> list[str]:
-    return tokenizer.decode_batch(ids, skip_special_tokens=False)
+    texts: list[str] = tokenizer.decode_batch(ids, skip_special_tokens=False)
+    return texts
 
 
 def _plain_token(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> int:
