@@ -159,10 +159,9 @@ def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> l
     """[V] the bytes that a grammar has of each token. Raises InvalidInput where tokens are no
     bytes.
     """
-    from paceline.services.rollout_gateway.engines.requests.json_schema import load_tokenizer
+    from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
 
-    guide = load_tokenizer(directory / "tokenizer.json", vocab_size, end_ids or [0])
-    return [guide.decode_bytes([token_id]) for token_id in range(vocab_size)]
+    return GrammarTokens(directory / "tokenizer.json", vocab_size, end_ids or [0]).tokens
 
 
 def _difference(codec: TextCodec, ours: Sequence[int], theirs: Sequence[int]) -> str:

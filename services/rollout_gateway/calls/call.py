@@ -49,7 +49,6 @@ class Piece(NamedTuple):
     text: str  # text that has become certain
     delta: Delta | None = None  # of a conversation: what the text means
     finish: str = ""  # on the last piece: "stop" | "length" | "tool_calls" | "abort" | "error"
-    start: int = 0  # characters that were said before it
 
     @property
     def content(self) -> str | None:
@@ -124,7 +123,6 @@ class Call:
     _texts: list[str] = field(
         default_factory=list, init=False
     )  # one growing string would be copied
-    _characters: int = field(default=0, init=False)  # of all texts
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -218,16 +216,15 @@ class Call:
         """The text of new tokens, and what it means."""
         finish = FINISH_NAMES[chunk.finish_reason]
         news = self._text(chunk)
-        start, delta = self._characters, None
+        delta = None
         self._texts.append(news)
-        self._characters += len(news)
         if self._parser is not None:
             delta = self._parser.push(news)
             if finish:
                 delta = Delta.of([delta, self._parser.finish()])
                 finish = finish_name(self._parser.message, finish)
         self.finish = finish
-        return Piece(chunk, news, delta, finish, start)
+        return Piece(chunk, news, delta, finish)
 
     def _asked(self) -> Mapping[str, AttributeValue]:
         plan = self.plan

@@ -14,11 +14,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
-from paceline.models.reading import TextFiles, read_text
+from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.chat.messages import ChatRequest
+from paceline.services.rollout_gateway.chat.places import TextPlaces
 from paceline.services.rollout_gateway.chat.stream import TextStream
 from paceline.services.rollout_gateway.chat.template import ChatTemplates
 from paceline.services.rollout_gateway.engines.requests.stop_texts import TokenNames
+from paceline.services.rollout_gateway.engines.requests.token_bytes import TokenSpelling
+from paceline.services.rollout_gateway.engines.requests.tokenizer_file import read_tokenizers
 from paceline.services.rollout_gateway.engines.sampling import TOO_LONG, check_length
 
 CHARACTERS_PER_TOKEN = 8
@@ -35,7 +38,7 @@ class TextCodec:
         ConfigError.
         """
         self.files = files = read_text(directory)
-        self._tokenizer, self._within = _tokenizers(files)
+        self._tokenizer, self._within = read_tokenizers(files)
         self._adds_up = _adds_up(files.spelled.get("decoder"))
         self._templates = ChatTemplates(files)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -48,6 +51,11 @@ class TextCodec:
         self._added = frozenset(added)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens beside those of text, by their text: markers, and what begins and ends texts."""
+        self._bytes: dict[int, bytes] = {}
+        try:
+            self._spelling: TokenSpelling | None = TokenSpelling(self._tokenizer)
+        except InvalidInput:  # a decoder of no bytes: a token is then what is decoded of it alone
+            self._spelling = None
         own_end = self._tokenizer.token_to_id(files.named.get("eos_token", ""))
         self.end_ids = frozenset([*end_ids, *([] if own_end is None else [own_end])])
         """Tokens that end an answer: no content shows them."""
@@ -100,8 +108,48 @@ class TextCodec:
         return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones by their name."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        """Text of one token in the middle of a text, special ones by their name; broken characters
+        become U+FFFD.
+        """
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token in the middle of a text, half characters as they are; of special
+        tokens those of their names.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            spelling = self._spelling
+            found = self.decode_all([token_id]).encode() if spelling is None else spelling(token_id)
+            self._bytes[token_id] = found
+        return found
+
+    def places(self, start: int = 0) -> TextPlaces:
+        """Counts the characters before each token of a text as `decode` makes it; `start` are
+        before the first.
+        """
+        return self._places(
+            lambda one: b"" if one in self._silent else self.token_bytes(one), start
+        )
+
+    def places_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """[T] characters before each token in the text that was encoded as these tokens. Special
+        tokens before it that it does not spell (bos) have no width.
+        """
+        front = itertools.takewhile(self._special.__contains__, token_ids)
+        names = [self._special[token] for token in front]
+        hidden = next(
+            (index for index, name in enumerate(names) if text.startswith(name)), len(names)
+        )
+        places = self._places(self.token_bytes).take(token_ids[hidden:])
+        return [0] * hidden + [min(place, len(text)) for place in places]
+
+    def _places(self, spelled: Callable[[int], bytes], start: int = 0) -> TextPlaces:
+        kinds = () if self._spelling is None else self._spelling.kinds
+        each_byte = "ByteFallback" in kinds and "ByteLevel" not in kinds
+        return TextPlaces(
+            spelled, lambda one: self.decode_all([one]), start=start, each_byte=each_byte
+        )
 
     def encode_chat(
         self,
@@ -150,18 +198,6 @@ class TextCodec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def _tokenizers(files: TextFiles) -> tuple[Tokenizer, Tokenizer]:
-    """That of a directory, and the same for the middle of a text: without the space that some put
-    before a first word. Raises ConfigError.
-    """
-    whole, spelled = files.tokenizer(), files.spelled
-    stages = ("normalizer", "pre_tokenizer")
-    within = {**spelled, **{name: _without_prefix(spelled.get(name)) for name in stages}}
-    if all(within[name] == spelled.get(name) for name in stages):
-        return whole, whole
-    return whole, files.tokenizer(within)
-
-
 def _adds_up(decoder: Any) -> bool:
     """Whether the text of ids is that of their parts, cut between whole characters: each token
     stands for its bytes, and nothing is done with the whole. Others move spaces at the front.
@@ -171,23 +207,6 @@ def _adds_up(decoder: Any) -> bool:
     stages = decoder.get("decoders", ()) if decoder.get("type") == "Sequence" else (decoder,)
     kinds = [one.get("type") for one in stages]
     return kinds in (["ByteLevel"], ["ByteFallback", "Fuse"])
-
-
-def _without_prefix(stage: Any) -> Any:
-    """A stage of a tokenizer that puts nothing before a text."""
-    if not isinstance(stage, dict):
-        return stage
-    if stage.get("type") == "Prepend":
-        return {"type": "Sequence", "normalizers": []}
-    found = dict(stage)
-    for inner in ("normalizers", "pretokenizers"):
-        if inner in found:
-            found[inner] = [_without_prefix(one) for one in found[inner]]
-    if found.get("add_prefix_space"):
-        found["add_prefix_space"] = False
-    if found.get("type") == "Metaspace":
-        found["prepend_scheme"] = "never"
-    return found
 
 
 def _encoded(

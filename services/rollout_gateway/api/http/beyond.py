@@ -156,7 +156,6 @@ _SAMPLED: dict[str, Values] = {
     "length_penalty": (1.0, 1),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
     "no_stop_trim": (False,),
     "priority": (0,),
     "return_hidden_states": (False,),

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment, die_with_parent
+from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
 from paceline.services.rollout_gateway.engines.requests.json_schema import (
     GrammarFault,
     build_matcher,
-    load_tokenizer,
 )
 
 BUILD_DEADLINE_S = 2.0
@@ -108,12 +108,12 @@ def main() -> int:
     path, vocab_size, eos_token_ids = sys.argv[1:]
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
-    tokenizer = load_tokenizer(Path(path), int(vocab_size), json.loads(eos_token_ids))
+    tokens = GrammarTokens(Path(path), int(vocab_size), json.loads(eos_token_ids))
     print(json.dumps(""), flush=True)
     for line in sys.stdin:
         fault = ""
         try:
-            build_matcher(tokenizer, json.loads(line))
+            build_matcher(tokens.guide, json.loads(line))
         except GrammarFault as error:
             fault = str(error) or type(error).__name__
         print(json.dumps(fault), flush=True)

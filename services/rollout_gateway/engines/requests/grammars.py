@@ -31,10 +31,10 @@ from torch import Tensor
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.services.rollout_gateway.engines.requests.grammar_judge import GrammarJudge
+from paceline.services.rollout_gateway.engines.requests.grammar_tokens import GrammarTokens
 from paceline.services.rollout_gateway.engines.requests.json_schema import (
     GrammarFault,
     build_matcher,
-    load_tokenizer,
 )
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 from paceline.services.rollout_gateway.engines.requests.structures import (
@@ -45,7 +45,7 @@ from paceline.services.rollout_gateway.engines.requests.structures import (
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 KEPT_GRAMMARS = 16
 """Demands whose grammar is kept as built, those used last: the samples of a group make the same
@@ -90,7 +90,7 @@ class GrammarMasks:
         self._vocab = config.vocab_size
         self._eos = config.eos_token_ids
         self._path = model_dir / "tokenizer.json"
-        self._tokenizer: LLTokenizer | None = None
+        self._tokens: GrammarTokens | None = None
         self._judge: GrammarJudge | None = None
         self._built: OrderedDict[Structure, LLMatcher] = OrderedDict()
         # until when, what is wrong
@@ -108,7 +108,7 @@ class GrammarMasks:
         if structure is None:
             return
         try:
-            self._allowed(self._matcher(structure))
+            self._allowed(self._matcher(structure), structure)
         except GrammarFault as fault:
             raise structure.refused(fault) from fault
 
@@ -127,7 +127,10 @@ class GrammarMasks:
         try:
             moved = _move(followed.matcher, followed.ahead, now)
             if moved or not len(followed.allowed):
-                followed.allowed = self._allowed(followed.matcher)
+                begins = None
+                if not sequence.tokens and not ahead:
+                    begins = structure_of(sequence.request.sampling)
+                followed.allowed = self._allowed(followed.matcher, begins)
         except GrammarFault:
             self._followed.pop(sequence, None)
             raise
@@ -168,14 +171,15 @@ class GrammarMasks:
         return built.deep_copy()
 
     def _build(self, structure: Structure) -> LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._path, self._vocab, self._eos)
-        ids = self._tokenizer.tokenize_str(structure.after)
-        whole = len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
-        grammar = structure_grammar(structure, ids[0] if whole else None)
+        if self._tokens is None:
+            try:
+                self._tokens = GrammarTokens(self._path, self._vocab, self._eos)
+            except InvalidInput as error:
+                raise structure.refused(error) from error
+        grammar = structure_grammar(structure, self._tokens.special(structure.after))
         if fault := self._agreed(structure, grammar):
             raise GrammarFault(fault)
-        return build_matcher(self._tokenizer, grammar)
+        return build_matcher(self._tokens.guide, grammar)
 
     def _agreed(self, structure: Structure, grammar: str) -> str:
         """What is wrong with a grammar, empty for nothing. An engine of several ranks has them
@@ -198,14 +202,20 @@ class GrammarMasks:
             return str(error)
         return ""
 
-    def _allowed(self, matcher: LLMatcher) -> Allowed:
-        """What may follow. Raises GrammarFault, also when nothing may."""
+    def _allowed(self, matcher: LLMatcher, begins: Structure | None = None) -> Allowed:
+        """The tokens that may follow. Raises GrammarFault, also when no token may.
+
+        begins: set at the beginning of a response, where some tokens have another text.
+        """
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():  # its mask would then allow the end token alone
             raise GrammarFault(matcher.get_error())
         allowed = bits[: -(-self._vocab // 8)].copy()
         if self._vocab % 8:
             allowed[-1] &= (1 << self._vocab % 8) - 1
+        if begins is not None and not begins.begins_free:
+            assert self._tokens is not None
+            allowed &= self._tokens.kept_at_front[: len(allowed)]
         if not allowed.any():
             raise GrammarFault("no token of the vocabulary may follow")
         return allowed

@@ -7,11 +7,7 @@ Imports no torch, and llguidance, which comes with the engine, only where a gram
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 
@@ -94,29 +90,6 @@ def grammar_of(schema: str, parsed: dict[str, Any]) -> str:
         )
     except ValueError as error:
         raise refused(error, schema) from error
-
-
-def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The model's tokens as bytes, about a second for 100 000.
-
-    Raises InvalidInput for a tokenizer.json of no bytes.
-    """
-    from llguidance import LLTokenizer
-
-    known = max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
-    try:
-        return LLTokenizer(
-            path.read_text(encoding="utf-8"),
-            n_vocab=max(
-                known, vocab_size
-            ),  # a model's vocabulary is often padded beyond its tokenizer's
-            eos_token=list(eos_token_ids),
-            slices=LLTokenizer.json_slices(),
-        )
-    except ValueError as error:
-        raise InvalidInput(
-            f"response_format needs another tokenizer.json: {error}", seen=path
-        ) from error
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -49,6 +49,11 @@ class Structure(NamedTuple):
         """As callers spell it."""
         return FIELDS[self.kind]
 
+    @property
+    def begins_free(self) -> bool:
+        """Whether free text may stand first, of which every character may be missing."""
+        return bool(self.after) or self.kind == "tool_grammar"
+
     def refused(self, why: object) -> InvalidInput:
         """The error for a demand that cannot be met."""
         if self.kind == "json_schema":

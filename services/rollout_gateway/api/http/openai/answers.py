@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from paceline.errors import InvalidInput, PacelineError
 from paceline.services.rollout_gateway.api.http.answers import Answers, Event, framed, usage
 from paceline.services.rollout_gateway.api.http.errors import openai_error
+from paceline.services.rollout_gateway.api.http.openai.logprobs import Row, TokenLabels, rows_of
 from paceline.services.rollout_gateway.api.http.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -20,6 +20,7 @@ from paceline.services.rollout_gateway.api.http.openai.schema import (
 )
 from paceline.services.rollout_gateway.calls.call import Call, Piece, Plan
 from paceline.services.rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from paceline.services.rollout_gateway.chat.places import TextPlaces
 from paceline.services.rollout_gateway.sessions.session import Caller
 from paceline.v1 import engine_pb2 as pb
 
@@ -43,7 +44,7 @@ class _Choices(Answers[B]):
     def _news(self, piece: Piece, *, first: bool) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]: ...
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]: ...
 
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         super().__init__(request, body, caller)
@@ -66,9 +67,7 @@ class _Choices(Answers[B]):
             event |= self._once(call) if not self._started else {}
             self._started.add(index)
         news = self._news(piece, first=first)
-        choice = self._choice(
-            index, call, piece.chunk, news, piece.finish, piece.start, first=first
-        )
+        choice = self._choice(index, call, piece.chunk, news, piece.finish, first=first)
         event["choices"] = [choice]
         return [event]
 
@@ -114,13 +113,10 @@ class _Choices(Answers[B]):
         chunk: pb.TokenChunk,
         said: dict[str, Any],
         finish: str,
-        start: int = 0,
         *,
         first: bool = True,
     ) -> dict[str, Any]:
-        """A choice, or news of it that begin behind `start` characters; first: no others came
-        before.
-        """
+        """A choice, or news of it; first: no others came before."""
         finish_reason = _BROKEN.get(finish, finish) or None
         choice: dict[str, Any] = {
             "index": index,
@@ -129,7 +125,7 @@ class _Choices(Answers[B]):
             "finish_reason": finish_reason,
         }
         if self.body.wanted_logprobs() is not None:
-            choice["logprobs"] = self._logprobs(chunk, start)
+            choice["logprobs"] = self._logprobs(index, chunk)
         if self.body.return_token_ids:
             choice["token_ids"] = list(chunk.token_ids)
         if first:
@@ -138,18 +134,9 @@ class _Choices(Answers[B]):
             choice["stop_reason"] = call.stopped_by
         return choice
 
-    def _text(self, token: int) -> str:
-        return self._gateway.codec.token_text(token)
-
-    def _alternatives(self, rows: Iterable[pb.TopLogprobs]) -> list[list[tuple[str, float]]]:
-        """Most likely tokens by position."""
-        return [
-            [
-                (self._text(one), value)
-                for one, value in zip(row.token_ids, row.logprobs, strict=True)
-            ]
-            for row in rows
-        ]
+    @property
+    def _names(self) -> TokenLabels:
+        return TokenLabels(self._gateway.codec, bool(self.body.return_tokens_as_token_ids))
 
     def _prompt_facts(self, call: Call) -> dict[str, Any]:
         """prompt_token_ids and prompt_logprobs, where they are asked for."""
@@ -169,7 +156,11 @@ class _Choices(Answers[B]):
         ranked = {one: (value, rank) for rank, (one, value) in enumerate(top, 1)}
         ranked.setdefault(token, (score.logprob, score.rank))
         return {
-            str(one): {"logprob": value, "rank": rank, "decoded_token": self._text(one)}
+            str(one): {
+                "logprob": value,
+                "rank": rank,
+                "decoded_token": self._gateway.codec.token_text(one),
+            }
             for one, (value, rank) in ranked.items()
         }
 
@@ -193,6 +184,7 @@ class CompletionAnswers(_Choices[CompletionBody]):
     def __init__(self, request: Request, body: CompletionBody, caller: Caller) -> None:
         super().__init__(request, body, caller)
         self._echoes: dict[int, str] = {}  # by choice
+        self._places: dict[int, TextPlaces] = {}  # by choice
 
     async def plans(self) -> list[Plan]:
         prompts = self.body.prompts()
@@ -212,17 +204,17 @@ class CompletionAnswers(_Choices[CompletionBody]):
         chunk: pb.TokenChunk,
         said: dict[str, Any],
         finish: str,
-        start: int = 0,
         *,
         first: bool = True,
     ) -> dict[str, Any]:
         prompt = self._echo(index, call) if self.body.echo else ""
         if first:
             said = {"text": prompt + said["text"]}
-        start += len(prompt)
-        choice = super()._choice(index, call, chunk, said, finish, start, first=first)
+            if self.body.logprobs is not None:
+                self._places[index] = self._gateway.codec.places(len(prompt))
+        choice = super()._choice(index, call, chunk, said, finish, first=first)
         if self.body.echo and first and choice["logprobs"] is not None:
-            choice["logprobs"] = _behind(self._prompt_logprobs(call), choice["logprobs"])
+            choice["logprobs"] = _behind(self._prompt_logprobs(call, prompt), choice["logprobs"])
         return choice
 
     def _of_prompt(self, call: Call) -> dict[str, Any]:
@@ -237,25 +229,34 @@ class CompletionAnswers(_Choices[CompletionBody]):
             self._echoes[index] = str(text)
         return self._echoes[index]
 
-    def _prompt_logprobs(self, call: Call) -> dict[str, Any]:
-        scores, count = call.whole.prompt_scores, self.body.logprobs
-        tokens = [self._text(token) for token in call.plan.prompt]
-        tops = self._alternatives(score.top for score in scores)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None, *(score.logprob for score in scores)],
-            "top_logprobs": [None, *(dict(row[:count]) for row in tops)] if count else None,
-            "text_offset": offsets(tokens, 0),
-        }
+    def _prompt_logprobs(self, call: Call, text: str) -> dict[str, Any]:
+        tokens, scores = call.plan.prompt, call.whole.prompt_scores
+        rows = rows_of((score.top for score in scores), self.body.logprobs)
+        logprobs = [None, *(score.logprob for score in scores)]
+        found = self._spelled(tokens, logprobs, [(), *rows])
+        if found["top_logprobs"] is not None:
+            found["top_logprobs"][0] = None
+        return {**found, "text_offset": self._gateway.codec.places_in(text, tokens)}
 
-    def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]:
-        tokens = [self._text(token) for token in chunk.token_ids]
-        return {
-            "tokens": tokens,
-            "token_logprobs": list(chunk.behavior_logprobs),
-            "top_logprobs": [dict(row) for row in self._alternatives(chunk.top_logprobs)] or None,
-            "text_offset": offsets(tokens, start),
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
+        tokens = chunk.token_ids
+        found = self._spelled(tokens, list(chunk.behavior_logprobs), rows_of(chunk.top_logprobs))
+        return {**found, "text_offset": self._places[index].take(tokens)}
+
+    def _spelled(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[Row]
+    ) -> dict[str, Any]:
+        """Log-probs without places; the alternatives both by name, as OpenAI does, and listed."""
+        names, wanted = self._names, bool(self.body.logprobs)
+        tops = [names.keyed(token, row) for token, row in zip(tokens, rows, strict=False)]
+        found: dict[str, Any] = {
+            "tokens": [names.name(token) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops if wanted and tops else None,
         }
+        if wanted:
+            found["content"] = names.listed(tokens, logprobs, rows)
+        return found
 
 
 class ChatAnswers(_Choices[ChatBody]):
@@ -285,19 +286,9 @@ class ChatAnswers(_Choices[ChatBody]):
             news["tool_calls"] = [_call_news(call) for call in delta.tool_calls]
         return {"delta": news}
 
-    def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]:
-        alternatives = self._alternatives(chunk.top_logprobs) or [[] for _ in chunk.token_ids]
-        return {
-            "content": [
-                {
-                    **_scored(self._text(token), logprob),
-                    "top_logprobs": [_scored(text, other) for text, other in row],
-                }
-                for token, logprob, row in zip(
-                    chunk.token_ids, chunk.behavior_logprobs, alternatives, strict=True
-                )
-            ]
-        }
+    def _logprobs(self, index: int, chunk: pb.TokenChunk) -> dict[str, Any]:
+        rows = rows_of(chunk.top_logprobs)
+        return {"content": self._names.listed(chunk.token_ids, chunk.behavior_logprobs, rows)}
 
 
 def refuse_above(count: int) -> None:
@@ -306,19 +297,10 @@ def refuse_above(count: int) -> None:
         raise InvalidInput("prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL)
 
 
-def offsets(tokens: Sequence[str], start: int) -> list[int]:
-    """Where each token's text begins, the first one's at `start`."""
-    return [start, *accumulate(map(len, tokens), initial=start)][1 : len(tokens) + 1]
-
-
 def _behind(prompt: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs of a prompt and of what was said after it as those of one text."""
+    """Log-probs of a prompt and of the tokens behind it as those of one text."""
     both = {name: prompt[name] + (said[name] or []) for name in prompt if prompt[name] is not None}
     return {**said, **both}
-
-
-def _scored(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def shown(message: Message) -> dict[str, Any]:

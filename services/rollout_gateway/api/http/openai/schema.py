@@ -101,7 +101,7 @@ class GenerationBody(SampledBody):
     min_p: Annotated[float, within("min_p"), NullIs(0.0)] = 0.0
     presence_penalty: Annotated[float, within("presence_penalty"), NullIs(0.0)] = 0.0
     frequency_penalty: Annotated[float, within("frequency_penalty"), NullIs(0.0)] = 0.0
-    # Those from here to return_token_ids that OpenAI lacks are spelled as vLLM spells them.
+    # The fields up to return_tokens_as_token_ids that OpenAI lacks have vLLM's names.
     repetition_penalty: Annotated[float, within("repetition_penalty"), NullIs(1.0)] = 1.0
     min_tokens: Annotated[int, within("min_tokens", whole=True), NullIs(0)] = 0
     # JSON spells the ids as text.
@@ -119,6 +119,7 @@ class GenerationBody(SampledBody):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT_LIMIT)] | None = None
     ignore_eos: Off = False  # go on after an end token
     return_token_ids: Off = False  # token_ids in each choice, prompt_token_ids
+    return_tokens_as_token_ids: Off = False  # log-probs spell a token as "token_id:7"
 
     def limit(self) -> int | None:
         return self.max_tokens
