@@ -145,7 +145,6 @@ class Gateway:
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
             config.reclaim_after_s,
-            self.state and self.state / "evidence.json",
             self.first_worker,
             self.worker_hosts,
         )
@@ -271,7 +270,6 @@ class Gateway:
         ):
             raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
         await self.weights.load_committed(process)
-        self.router.evidence.teach(process, self.weights.versions)
         await self.quarantined.tell(process)
         if self._forced_arm:
             await self._force(process)
