@@ -1,18 +1,13 @@
-"""Situations and outcomes for tests of bandits: batches whose rows differ in nothing but their
-request.
-"""
+"""Builds situations and outcomes for tests of bandits."""
 
 from __future__ import annotations
 
-from paceline.services.rollout_gateway.bandits.base import RoundOutcome, RowFacts, Situation
+from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
 
 
-def batch_of(
-    size: int, *, generated: int = 0, limit: int = 1000, draining: bool = False, first: int = 0
-) -> Situation:
-    """A batch of requests first, first + 1, ..."""
-    rows = [RowFacts(first + row, generated, limit) for row in range(size)]
-    return Situation(rows, generated + 10, draining)
+def batch_of(size: int) -> Situation:
+    """A batch of `size` requests of 10 tokens."""
+    return Situation(size, 10)
 
 
 def round_of(

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, settings
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from redis_groups import Cluster, cluster
 from redis_servers import RedisServer
 
 from paceline.local.forking import FORKSERVER_VARIABLE, forkserver_launch
@@ -162,26 +161,9 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.kill()
 
 
-@pytest.fixture(scope="session")
-def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three masters for the whole session, which no test stops."""
-    with cluster(tmp_path_factory.mktemp("cluster")) as made:
-        yield made
-
-
 @pytest.fixture
-def redis_kind() -> str:
-    """Whose URL `redis_url` is: "cluster", or that of a single server. Tests that hold of both have
-    a fixture of this name, or a parameter.
-    """
-    return "server"
-
-
-@pytest.fixture
-def redis_url(request: pytest.FixtureRequest, redis_kind: str) -> str:
-    name = "redis_cluster" if redis_kind == "cluster" else "redis_server"
-    url: str = request.getfixturevalue(name).url
-    return url
+def redis_url(redis_server: RedisServer) -> str:
+    return redis_server.url
 
 
 @pytest.fixture

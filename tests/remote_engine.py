@@ -18,7 +18,7 @@ from paceline import errors
 from paceline.local.patience import patient
 from paceline.local.processes import child_environment
 from paceline.messages import from_message, stats_from_proto, to_message, versions_from_proto
-from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines import find_engine
 from paceline.services.rollout_gateway.engines.base import RowSink
 from paceline.services.rollout_gateway.engines.nouns import (
@@ -360,13 +360,6 @@ class RemoteEngine:
     def quarantine(self, withheld: Withheld) -> None:
         self._client.ask(quarantine=to_message(withheld, pb.Quarantine))
 
-    def merge_evidence(self, evidence: Evidence) -> None:
-        self._refresh()
-        message = pb.MergeEvidence(
-            versions=self._health.versions, evidence=to_message(evidence, pb.BanditEvidence)
-        )
-        self._client.send(merge_evidence=message)
-
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
         asked = pb.ReleaseMemory(tags=[_TAGS[tag] for tag in tags])
         return self._client.ask(release_memory=asked).done.released_bytes
@@ -403,7 +396,6 @@ class RemoteEngine:
             health.rows_invalid,
             rejected_left_out=health.rejected_left_out,
             split=from_message(RoundSplit, health.split) - from_message(RoundSplit, before.split),
-            evidence=from_message(Evidence, health.evidence),
             prefixes=PrefixStats(
                 *(
                     getattr(health.prefixes, counter.name) - getattr(before.prefixes, counter.name)

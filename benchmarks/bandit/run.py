@@ -90,7 +90,7 @@ class Truth(Fixed):
         tokens = np.array([moment.expected(arm) for arm in arms])
         seconds = np.array([moment.cost(arm, len(moment.rows)) for arm in arms])
         rates = tokens.sum(axis=1) / seconds
-        if self._stragglers and moment.situation.draining:
+        if self._stragglers and moment.draining:
             usual = int(rates.argmax())
             rates = tokens @ self._worth(moment, tokens[usual], arms[usual]) / seconds
         return arms[int(rates.argmax())]
@@ -167,34 +167,26 @@ class AdaptiveSteps:
         return max(slot for slot in CANDIDATES if slot <= len(moment.rows))
 
 
-def _bandit(kind: str, world: World, seed: int, *, primed: bool = False) -> ServedBandit:
+def _bandit(kind: str, world: World, seed: int) -> ServedBandit:
     arms = world.trace.arms
     settings = BanditSettings(kind=kind)
-    if (
-        kind == "beg"
-    ):  # as many numbers of draft tokens as groups, and no n-grams among EAGLE's budgets
+    if kind == "beg":  # one number of draft tokens per group, and no n-grams beside EAGLE's
         arms = tuple(arm for arm in arms if speculator_of(arm) != "ngram")
         settings = BanditSettings(kind=kind, groups=(1, 5, 21))
-    bandit = build_bandit(settings, arms, seed)
-    if primed:
-        bandit.prime(world.primer(seed))
-    return ServedBandit(bandit, arms)
+    return ServedBandit(build_bandit(settings, arms, seed), arms)
 
 
 RIVALS: dict[str, Callable[[World, int], ServedBandit | AdaptiveSteps]] = {
-    "epsilon_greedy": lambda world, seed: _bandit("epsilon_greedy", world, seed, primed=True),
     "ucb": lambda world, seed: _bandit("ucb", world, seed),
-    "thompson": lambda world, seed: _bandit("thompson", world, seed),
     "beg": lambda world, seed: _bandit("beg", world, seed),
     "sglang adaptive": lambda world, seed: AdaptiveSteps(world.trace.arms),
 }
 OURS: dict[str, Callable[[World, int], ServedBandit]] = {
-    "cost_model": lambda world, seed: _bandit("cost_model", world, seed, primed=True),
-    "cost_model, not primed": lambda world, seed: _bandit("cost_model", world, seed),
+    "epsilon_greedy": lambda world, seed: _bandit("epsilon_greedy", world, seed),
 }
 
 
-OUR = "cost_model"
+OUR = "epsilon_greedy"
 BEST_FIXED = "best fixed arm"
 REGRET_GOAL, BEHIND_GOAL, CHOICE_GOAL_US = 5.0, 1.0, 50.0
 QUICK_TRACES, QUICK_STEPS, QUICK_RESPONSES = 3, 2, 24

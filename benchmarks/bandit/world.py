@@ -9,7 +9,6 @@ its number. Time is counted without the noise.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.arm_names import speculator_of
 from paceline.errors import InvalidInput, NotFound
-from paceline.services.rollout_gateway.bandits.base import CostSample, RowFacts, Situation
+from paceline.services.rollout_gateway.bandits.base import Situation
 from paceline.trajectory import Target
 
 OUTLIER = 5.0
@@ -128,13 +127,14 @@ class Rollout:
 
 @dataclass(slots=True)
 class Moment:
-    """Where a replay stands before a round."""
+    """State of a replay before a round."""
 
     world: World
     rollout: Rollout
     rows: Counts  # [B] requests that decode
     generated: Counts  # [B] tokens each has
     situation: Situation
+    draining: bool  # no response waits for a place in the batch
 
     def expected(self, arm: str) -> Floats:
         """True E[tokens] [B] of a round."""
@@ -180,44 +180,22 @@ class World:
             self._costs[key] = float(np.interp(rows, list(table), list(table.values()))) / 1000
         return self._costs[key]
 
-    def primer(self, seed: int) -> list[CostSample]:
-        """What an engine would measure at its start: three noisy rounds of each arm at a few batch
-        sizes.
-        """
-        source = np.random.default_rng([self.trace.seed, seed, 7])
-        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= self.trace.max_batch]
-        return [
-            CostSample(
-                arm, size, PROMPT_TOKENS, self.cost(arm, size) * math.exp(self.trace.noise * draw)
-            )
-            for arm in self.trace.arms
-            for size in sizes
-            for draw in source.standard_normal(3)
-        ]
-
     def play(self, chooser: Chooser) -> Replay:
         """All steps in order."""
-        replay, first = Replay(), 0
+        replay = Replay()
         for step, rollout in zip(self.trace.steps, self.rollouts, strict=True):
             if step.changed:
                 chooser.changed(Target(step.changed))
-            self._roll(rollout, chooser, replay, first)
-            first += len(rollout.lengths)
+            self._roll(rollout, chooser, replay)
         return replay
 
-    def _roll(self, rollout: Rollout, chooser: Chooser, replay: Replay, first: int) -> None:
+    def _roll(self, rollout: Rollout, chooser: Chooser, replay: Replay) -> None:
         trace, waiting = self.trace, min(self.trace.max_batch, len(rollout.lengths))
         rows, generated = np.arange(waiting), np.zeros(waiting, dtype=np.int64)
         while len(rows):
-            situation = Situation(
-                [
-                    RowFacts(first + row, done, trace.limit)
-                    for row, done in zip(rows.tolist(), generated.tolist(), strict=True)
-                ],
-                PROMPT_TOKENS + int(generated.max()),
-                draining=waiting == len(rollout.lengths),
-            )
-            moment = Moment(self, rollout, rows, generated, situation)
+            situation = Situation(len(rows), PROMPT_TOKENS + int(generated.max()))
+            draining = waiting == len(rollout.lengths)
+            moment = Moment(self, rollout, rows, generated, situation, draining)
             began = time.perf_counter()
             arm = chooser.choose(moment)
             replay.choices_s.append(time.perf_counter() - began)

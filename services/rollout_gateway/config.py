@@ -242,11 +242,6 @@ class RewardsConfig(Config):
     """The answer of a response follows the last of these."""
     processes: int = Field(default=1, ge=1)
     """Children that score for rules which do not run in the gateway."""
-    ray_cpus: int = Field(default=0, ge=0)
-    """CPUs of a Ray cluster that score, on any of its nodes, in a run that is launched there: as
-    many children and as many sandboxes, instead of `processes` and `sandbox.parallel`. 0: beside
-    the gateway.
-    """
     deadline_s: float = Field(default=30, gt=0)
     """Seconds of one score in a child; then it is killed and the sample unscored."""
     own: dict[str, str] = Field(default={})

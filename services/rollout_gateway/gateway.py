@@ -35,8 +35,6 @@ from paceline.services.rollout_gateway.environments.toolbox import Toolbox
 from paceline.services.rollout_gateway.features.publisher import FeaturePublisher, Origin
 from paceline.services.rollout_gateway.open_spool import open_spool
 from paceline.services.rollout_gateway.place import ReplicaPlace
-from paceline.services.rollout_gateway.reward_pool.pool import reward_pool
-from paceline.services.rollout_gateway.reward_pool.sandbox import PooledSandbox
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.services.rollout_gateway.sessions.agents import Agents
@@ -106,11 +104,8 @@ class Gateway:
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable, self.shard)
         self.queue = FairQueue(config.queue, self._room(config.worker_count))
-        self.reward_pool = pool = reward_pool(config)
-        limits = config.rewards.sandbox
-        self.sandbox = PooledSandbox(limits, pool.slots) if pool else Sandbox(limits)
-        spawns = [slot.spawn for slot in pool.slots] if pool else None
-        self.rewards = RewardRules(config.rewards, self.sandbox, spawns)
+        self.sandbox = Sandbox(config.rewards.sandbox)
+        self.rewards = RewardRules(config.rewards, self.sandbox)
         self.toolbox = Toolbox(self.sandbox, config.tools, config.tool_servers)
         self.equipment = Equipment(
             self.sandbox, config.environments, self.toolbox, config.interactions
@@ -168,7 +163,6 @@ class Gateway:
             lambda request_id: self.publisher.discard(request_id),
             config.queue.wait_s,
             config.reclaim_after_s,
-            self.state and self.state / "evidence.json",
             self.first_worker,
             self.worker_hosts,
         )
@@ -176,11 +170,9 @@ class Gateway:
     async def start(self) -> None:
         """Start workers and senders; returns when every worker serves.
 
-        Raises what RewardPool.start does, and ConfigError where code cannot be shut in as asked for
-        by name; "auto", which many never need, is tried out by the first run that does.
+        Raises ConfigError where code cannot be isolated as configured; "auto" is checked by the
+        first run of code.
         """
-        if self.reward_pool is not None:
-            await self.reward_pool.start(allow_insecure=self.config.security.allow_insecure)
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
         self.staff.take_up(self.config.worker_count)
@@ -197,8 +189,6 @@ class Gateway:
         await self.router.stop()
         await self.rewards.stop()
         await self.toolbox.stop()
-        if self.reward_pool is not None:
-            await self.reward_pool.stop()
         await self.agents.stop()
         await self.outbox.stop(STOP_GRACE_S)
         await self.agents.close()
@@ -294,7 +284,6 @@ class Gateway:
         ):
             raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
         await self.weights.load_committed(process)
-        self.router.evidence.teach(process, self.weights.versions)
         await self.quarantined.tell(process)
         if self._forced_arm:
             await self._force(process)

@@ -15,7 +15,7 @@ from paceline.local.patience import patient
 from paceline.streams import RedisStream, Stream, run_key
 
 
-@pytest.fixture(params=["memory", "server", "cluster"])
+@pytest.fixture(params=["memory", "server"])
 def redis_kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from demo_runs import SMALL, demo, left_over, wait_for
 from integration.test_elastic_run import ELASTIC, paceline, trained_once
+from ray_cluster import ray_head
 from ray_nodes import WITH_RAY
-from reward_pools import actors, ray_head
 
 from paceline.cluster.keeper import DESERTED_S
 from paceline.local.patience import patient
@@ -59,25 +59,6 @@ def outcome(run: Path) -> tuple[list[str], str]:
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     (policy,) = (run / "checkpoints/policy").glob("step-*/model.safetensors")
     return [step["tokens_hash"] for step in steps], sha256(policy.read_bytes()).hexdigest()
-
-
-@pytest.mark.slow
-def test_rewards_are_scored_on_slots_of_their_own_with_the_same_outcome(
-    tmp_path: Path, on_cluster: list[str]
-) -> None:
-    rule = tmp_path / "own_rule.py"
-    rule.write_text(RULE)
-    words = ("--steps", "1", *SMALL, "gateway.engine.workers=1", "gateway.rewards.ray_cpus=1")
-    own = ("coordinator.reward=own", f"gateway.rewards.own={{own = '{rule}:Own'}}")
-    finished(demo(tmp_path / "there", *words, *own, *on_cluster))
-    finished(demo(tmp_path / "here", *words, *own))
-    runs = [tmp_path / one / "demo-0-1" for one in ("there", "here")]
-    assert outcome(runs[0]) == outcome(runs[1])
-    scorers = [line.split(maxsplit=1) for line in (tmp_path / "scorers").read_text().splitlines()]
-    assert [host.startswith("ray::SlotHost") for _, host in scorers] == [True, False]
-    assert summary(runs[0])["trajectories_lost"] == 0
-    assert left_over(tmp_path) == []
-    assert actors() == []
 
 
 def summary(run: Path) -> dict[str, Any]:

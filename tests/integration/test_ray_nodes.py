@@ -14,7 +14,6 @@ import pytest
 from demo_runs import left_over, wait_for
 from integration.test_elastic_run import paceline, trained_once
 from ray_nodes import TOKEN, WITH_RAY, host_of, ray_nodes, run_over_nodes, started
-from reward_pools import HANGS_ONCE, RUN, gone, joined_slots, ray_head, written
 
 from paceline.cluster.launcher import RunOnCluster, on_cluster
 from paceline.cluster.pools import CPU, GPU, Pool
@@ -23,9 +22,6 @@ from paceline.errors import ConfigError
 from paceline.local.launch import Launch
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
-from paceline.services.rollout_gateway.config import RewardsConfig
-from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 pytestmark = [WITH_RAY, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 HEAD, NODES = "127.0.1.1", ("127.0.1.2", "127.0.1.3", "127.0.1.4", "127.0.1.5")
@@ -176,28 +172,6 @@ async def test_services_of_a_pool_see_the_gpus_of_its_bundles_alone(
             visible = kept.order.environment["CUDA_VISIBLE_DEVICES"].split(",")
     assert len(set(visible)) == 3
     assert set(visible) < {"0", "1", "2", "3"}
-
-
-async def test_what_a_lost_node_was_scoring_is_scored_once_more_on_another(tmp_path: Path) -> None:
-    port, told, rule = free_ports(1)[0], tmp_path / "told", tmp_path / "rule.py"
-    rule.write_text(HANGS_ONCE)
-    address, name = f"{HEAD}:{port}", f"{RUN}/reward"
-    with (
-        ray_nodes({HEAD: 0, **dict.fromkeys(NODES[:2], 1)}, port) as nodes,
-        ray_head("2", name, address),
-    ):
-        async with joined_slots(address, 2) as pool:
-            own = RewardsConfig(own={"own": f"{rule}:HangsOnce"})
-            rules = RewardRules(own, spawns=[slot.spawn for slot in pool.slots])
-            one = Episode(EpisodeTask("t", "p", ""), str(told), "stop")
-            asked = asyncio.create_task(rules.rule("own").score(one))
-            child, actor = await written(told, asked)
-            first = node_of(actor)
-            nodes[first].kill()
-            assert await asked == 1.0
-            assert gone(child)
-            assert node_of(int(told.read_text().split()[-1])) in set(NODES) - {first}
-            await rules.stop()
 
 
 def node_of(actor: int) -> str:

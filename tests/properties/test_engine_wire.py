@@ -21,7 +21,7 @@ from paceline.messages import (
     versions_from_proto,
     versions_to_proto,
 )
-from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
@@ -142,11 +142,6 @@ def test_speculation_counters_come_back(stats: SpeculationStats) -> None:
     assert stats_from_proto(stats_to_proto(stats)) == stats
 
 
-@given(every_field(Evidence))
-def test_evidence_comes_back(evidence: Evidence) -> None:
-    assert from_message(Evidence, to_message(evidence, pb.BanditEvidence)) == evidence
-
-
 @given(every_field(VersionSet))
 def test_a_version_set_comes_back(versions: VersionSet) -> None:
     assert versions_from_proto(versions_to_proto(versions)) == versions
@@ -157,11 +152,10 @@ def test_health_says_every_field_of_the_load(load: EngineLoad, versions: Version
     health = wire.health_to(load, versions)
     assert versions_from_proto(health.versions) == versions
     assert stats_from_proto(health.speculation) == load.speculation
-    assert from_message(Evidence, health.evidence) == load.evidence
     assert from_message(RoundSplit, health.split) == load.split
     assert by_name(health.prefixes, PrefixStats) == load.prefixes
     assert tuple(by_name(one, ArmReport) for one in health.arms) == load.arms
-    structures = {"speculation", "evidence", "split", "prefixes", "arms"}
+    structures = {"speculation", "split", "prefixes", "arms"}
     for name in {one.name for one in fields(EngineLoad)} - structures:
         assert getattr(health, name) == getattr(load, name), name
 

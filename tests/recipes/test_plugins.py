@@ -43,7 +43,9 @@ IN_THE_TREE = {
             "from paceline.services.rollout_gateway.bandits.ucb",
         ),
         Change(
-            f"{G}/bandits/__init__.py", '    "twin": LastArm,\n', "    COST_MODEL: CostModel,\n"
+            f"{G}/bandits/__init__.py",
+            '    "twin": LastArm,\n',
+            '    "beg": BucketedEpsilonGreedy,\n',
         ),
     ),
     "environment": (

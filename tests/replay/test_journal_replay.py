@@ -98,12 +98,6 @@ def played(happened: list[Event]) -> tuple[State, StepRecords, list[JournalEntry
     return state, records, entries
 
 
-@pytest.fixture(params=["server", "cluster"])
-def redis_kind(request: pytest.FixtureRequest) -> str:
-    kind: str = request.param
-    return kind
-
-
 async def test_a_replayed_journal_gives_the_same_state_and_records(
     redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:

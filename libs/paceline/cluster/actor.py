@@ -14,20 +14,11 @@ from paceline.local import news
 from paceline.local.forking import FORKSERVER_VARIABLE
 from paceline.local.processes import HEARTBEAT_VARIABLE, PARENT_VARIABLE
 
-ADDRESS_VARIABLE = "PACELINE_RAY_ADDRESS"
-"""Where a service that uses the cluster itself joins it."""
-_CREDENTIALS = ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")
 _OF_RAY = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Variables that Ray sets for its own workers, not for what they start."""
 _TRAVELLING = ("PACELINE_", "OTEL_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "SGLANG_")
 """Beginnings of the variables that services get from whoever starts the run."""
-_AT_HOME = (
-    PARENT_VARIABLE,
-    HEARTBEAT_VARIABLE,
-    FORKSERVER_VARIABLE,
-    news.VARIABLE,
-    ADDRESS_VARIABLE,
-)
+_AT_HOME = (PARENT_VARIABLE, HEARTBEAT_VARIABLE, FORKSERVER_VARIABLE, news.VARIABLE)
 T = TypeVar("T")
 
 
@@ -61,12 +52,8 @@ def travelling() -> dict[str, str]:
 
 
 def take_surroundings(directory: str, environment: Mapping[str, str]) -> None:
-    """Makes them this process's. What lets in to the cluster stays where `environment` says that
-    it is joined again.
-    """
+    """Enter the directory and set the environment; variables of Ray, credentials too, are removed."""
     os.chdir(directory)
-    kept = _CREDENTIALS if ADDRESS_VARIABLE in environment else ()
     for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
-        if not name.startswith(kept):
-            del os.environ[name]
+        del os.environ[name]
     os.environ.update(environment)

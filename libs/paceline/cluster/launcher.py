@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.actor import ADDRESS_VARIABLE, travelling
+from paceline.cluster.actor import travelling
 from paceline.cluster.joined import joined
 from paceline.cluster.keeper import DESERTED_S, ServiceKeeper
 from paceline.cluster.kept import KeptService
 from paceline.cluster.nodes import GpuHolder, addresses, compare, look, require_ways
 from paceline.cluster.order import FORKSERVER, ServiceOrder
-from paceline.cluster.pools import GPU, REWARD, Pool, check_room
+from paceline.cluster.pools import GPU, Pool, check_room
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, DeadlineExceeded, FailedPrecondition
 from paceline.local.forking import FORKSERVER_VARIABLE
@@ -135,9 +135,8 @@ class _ClusterRun:
         for pool in self._run.pools:
             if pool.bundles:
                 bundles = [dict(bundle) for bundle in pool.bundles]
-                strategy = "SPREAD" if pool.spread else "STRICT_PACK"
                 self._groups[pool.name] = placement_group(
-                    bundles, strategy=strategy, name=self._run.actor(pool.name)
+                    bundles, strategy="STRICT_PACK", name=self._run.actor(pool.name)
                 )
         for name, group in self._groups.items():
             if not await asyncio.to_thread(group.wait, patient(_RESERVED_S)):
@@ -168,8 +167,8 @@ class _ClusterRun:
         path.write_text(nonce, encoding="utf-8")
         own = versions()
         try:
-            for pool, bundle in self._looked_at():
-                task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool, bundle))
+            for pool in self._run.pools:
+                task = self._ray.remote(num_cpus=0)(look).options(**self._place(pool))
                 host, found, read = await _answered(task.remote(str(path)))
                 compare(pool.name, own, found)
                 if pool.services:
@@ -182,14 +181,6 @@ class _ClusterRun:
                     )
         finally:
             path.unlink(missing_ok=True)
-
-    def _looked_at(self) -> list[tuple[Pool, int]]:
-        """One bundle of each node of a pool."""
-        return [
-            (pool, bundle)
-            for pool in self._run.pools
-            for bundle in range(len(pool.bundles) if pool.spread else 1)
-        ]
 
     @property
     def addresses(self) -> list[str]:
@@ -229,7 +220,7 @@ class _ClusterRun:
             self._settings,
             modules,
             {need.launch.name: need.launch.optional for need in needs},
-            travelling() | self._visible(pool) | self._joins(launch.name),
+            travelling() | self._visible(pool),
             self._run.health_s,
             self._run.config.run.heartbeat_s,
             self._run.config.run.hung_s,
@@ -246,12 +237,6 @@ class _ClusterRun:
     def _visible(self, pool: Pool) -> dict[str, str]:
         """GPUs that were not reserved are not ours, on whatever node."""
         return {"CUDA_VISIBLE_DEVICES": self._gpus.get(pool.name, "")}
-
-    def _joins(self, name: str) -> dict[str, str]:
-        """The gateway uses the pool of rewards itself."""
-        if name != "gateway" or REWARD not in self._groups:
-            return {}
-        return {ADDRESS_VARIABLE: self._ray.get_runtime_context().gcs_address}
 
     def _placed(self, order: ServiceOrder) -> Any:
         made = self._ray.remote(ServiceKeeper).options(

@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.local.run_settings import gpu_settings, settings_of_run
 from paceline.local.services import rank_host, worker_host
 
-CONTROL, ROLLOUT, POLICY, REWARD = "control", "rollout", "policy", "reward"
+CONTROL, ROLLOUT, POLICY = "control", "rollout", "policy"
 CPU, GPU = "CPU", "GPU"
 
 
@@ -27,18 +27,12 @@ class Pool:
     name: str
     services: tuple[str, ...]
     bundles: tuple[Mapping[str, float], ...] = ()  # () reserves nothing: the driver's node
-    spread: bool = False  # whether its bundles may be on several nodes
 
     @property
     def asks(self) -> dict[str, float]:
         """Of all its bundles, by kind of resource."""
         kinds = sorted({kind for bundle in self.bundles for kind in bundle})
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in kinds}
-
-    def together(self, kind: str) -> float:
-        """What one node has to have of a kind of resource."""
-        found = [bundle.get(kind, 0.0) for bundle in self.bundles]
-        return max(found, default=0.0) if self.spread else sum(found)
 
 
 def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
@@ -71,8 +65,7 @@ def pools_of(files: Sequence[Path], overrides: Sequence[str]) -> list[Pool]:
     for number, workers in enumerate(elsewhere, 1):
         held = worker_host(number).name
         apart.append(Pool(f"{ROLLOUT}_{number}", (held,), (worker,) * workers))
-    scoring = ({CPU: 1.0},) * gateway.rewards.ray_cpus
-    return [control, *apart, *([Pool(REWARD, (), scoring, spread=True)] if scoring else [])]
+    return [control, *apart]
 
 
 def _at_home(slots: int, own: int, others: Sequence[int]) -> int:
@@ -93,7 +86,7 @@ def check_room(pools: Sequence[Pool], nodes: Sequence[Mapping[str, float]]) -> N
     for kind in (CPU, GPU):
         wanted = [pool.asks.get(kind, 0.0) for pool in pools]
         there = [node.get(kind, 0.0) for node in nodes]
-        largest = max((pool.together(kind) for pool in pools), default=0.0)
+        largest = max(wanted, default=0.0)
         if largest > max(there, default=0.0) or sum(wanted) > sum(there):
             raise ConfigError(
                 "the cluster has fewer slots than this run asks for; set gateway.engine.workers",

@@ -60,8 +60,7 @@ class RedisConfig(Config):
     durable_url: str = ""
     """Trajectories, ledger and journal; empty is $REDIS_URL, else a server of the run's own on a
     unix socket. One at redis://127.0.0.1:PORT without a password is started too, and gets one.
-    Also redis+cluster://host:port,host:port and redis+sentinel://host:port,host:port/master, with
-    TLS rediss+: see docs/operating.md.
+    Other forms: docs/operating.md.
     """
     features_url: str = ""
     """Hidden-state batches; empty is the durable one where that is given, else a server of the

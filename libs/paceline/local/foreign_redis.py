@@ -9,14 +9,14 @@ from redis.exceptions import ResponseError
 from paceline.addresses import is_loopback
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError
-from paceline.streams.connection import connect, masters, redis_errors
-from paceline.streams.redis_url import RedisUrl, parse_redis_url, shown
+from paceline.streams.connection import connect, redis_errors
+from paceline.streams.redis_url import parse_redis_url, shown
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether a URL's servers are reached without a network."""
+    """Whether a URL's server is reached without a network."""
     where = parse_redis_url(url)
-    return where.socket or all(is_loopback(f"[{host}]:0") for host, _ in where.addresses)
+    return where.socket or is_loopback(f"[{where.host}]:0")
 
 
 def check_url(url: str, setting: str, security: SecurityConfig) -> None:
@@ -37,11 +37,9 @@ def check_url(url: str, setting: str, security: SecurityConfig) -> None:
 
 
 async def check_durable(url: str) -> str:
-    """What a user should know of a server that is to keep a run, in words; "" when nothing. Of a
-    cluster every master is looked at.
+    """Warnings about a server that is to keep a run, in words; "" for none.
 
-    Raises ConfigError when it would evict the run's keys, is a replica or has fewer replicas than
-    the URL asks for, and Unavailable.
+    Raises ConfigError when it would evict the run's keys or is a replica, and Unavailable.
     """
     where = parse_redis_url(url)
     doubts = []
@@ -50,20 +48,19 @@ async def check_durable(url: str) -> str:
     client: Any = connect(url)
     try:
         with redis_errors(client, "look at its settings"):
-            for master in await masters(client):
-                doubts += await _doubts(master, where, shown(url))
+            doubts += await _doubts(client, shown(url))
     finally:
         await client.aclose()
     return "; ".join(dict.fromkeys(doubts))
 
 
-async def _doubts(client: Any, where: RedisUrl, url: str) -> list[str]:
+async def _doubts(client: Any, url: str) -> list[str]:
     try:
         info = await client.info()
     except ResponseError as error:
         return [f"its settings cannot be checked: {error}"]
     _require_kept(info, url)
-    return [*_replication(info, where, url), *await _persistence(client, info)]
+    return await _persistence(client, info)
 
 
 def _require_kept(info: dict[str, Any], url: str) -> None:
@@ -76,22 +73,6 @@ def _require_kept(info: dict[str, Any], url: str) -> None:
             seen=f"maxmemory-policy {policy}",
             allowed="noeviction",
         )
-
-
-def _replication(info: dict[str, Any], where: RedisUrl, url: str) -> list[str]:
-    """Of a server whose place a replica takes."""
-    there = int(info.get("connected_slaves", 0))
-    if there < where.replicas:
-        raise ConfigError(
-            f"a master of Redis at {url} has too few replicas",
-            seen=there,
-            allowed=f"replicas={where.replicas} of the URL, or more",
-        )
-    if where.kind == "server" or where.replicas:
-        return []
-    if not there:
-        return ["a master has no replica: nothing takes its place"]
-    return ["a failover loses what its replica has not got yet: add ?replicas=1 to the URL"]
 
 
 async def _persistence(client: Any, info: dict[str, Any]) -> list[str]:

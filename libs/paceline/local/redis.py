@@ -39,7 +39,7 @@ from paceline.local.process_directory import SOCKET_BYTES
 from paceline.local.processes import die_with_parent, keep_files_private
 from paceline.local.tokens import read_or_make
 from paceline.local.user_directory import short_directory
-from paceline.streams.connection import connect, masters
+from paceline.streams.connection import connect
 from paceline.streams.redis_url import shown
 
 Role = Literal["durable", "features"]
@@ -175,8 +175,7 @@ def _quoted(path: Path) -> str:
 
 
 async def wait_redis(url: str, deadline_s: float) -> None:
-    """Wait until the server answers a PING, e.g. has loaded its data; every master of a cluster,
-    which has to have all slots.
+    """Wait until the server answers a PING, e.g. has loaded its data.
 
     Raises Unavailable after `deadline_s` seconds.
     """
@@ -184,8 +183,7 @@ async def wait_redis(url: str, deadline_s: float) -> None:
     client = connect(url, outage_s=0.8 * deadline_s)
     try:
         async with asyncio.timeout(deadline_s):
-            for master in await masters(client):
-                await master.ping()
+            await client.ping()
     except (RedisError, OSError) as error:
         raise Unavailable(f"Redis at {shown(url)} does not answer", seen=error) from error
     finally:

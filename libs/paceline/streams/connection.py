@@ -18,9 +18,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from paceline.config.shared import RUN_ID
 from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
-from paceline.streams.cluster import ClusterRedis
-from paceline.streams.followed import FollowingRedis, UntilBack, following
-from paceline.streams.outage import BACKOFF_CAP_S, FAILOVER_S, OUTAGE_ERRORS, OUTAGE_S, Cancellable
+from paceline.streams.outage import BACKOFF_CAP_S, OUTAGE_ERRORS, OUTAGE_S, Cancellable
 from paceline.streams.redis_url import parse_redis_url
 
 REDIS_FULL = "REDIS_FULL"
@@ -33,7 +31,7 @@ _FULL = {
 
 
 def run_key(run_id: str, name: str) -> str:
-    """Key `paceline:{<run>}:<name>`; the braces keep one run's keys together on a cluster.
+    """Key `paceline:{<run>}:<name>`.
 
     Raises InvalidInput.
     """
@@ -42,33 +40,24 @@ def run_key(run_id: str, name: str) -> str:
     return f"paceline:{{{run_id}}}:{name}"
 
 
-def connect(url: str, *, outage_s: float | None = None) -> redis.asyncio.Redis:
-    """Client of a server, of a cluster or of the master that Sentinel names, see RedisUrl. It
-    outlives an outage of `outage_s` seconds; None is OUTAGE_S, and FAILOVER_S where another server
-    takes over.
+def connect(url: str, *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
+    """Client of a server, see RedisUrl; it retries through an outage of `outage_s` seconds.
 
-    Every command here that is repeated after a lost answer is idempotent. Raises ConfigError for a
-    URL that is none.
+    Every command that is repeated after a lost answer is idempotent. Raises ConfigError for a
+    malformed URL.
     """
     where = parse_redis_url(url)
-    usual_s = OUTAGE_S if where.kind == "server" else FAILOVER_S
-    limit_s = usual_s if outage_s is None else outage_s
     settings: dict[str, Any] = {
         "protocol": 2,
         "decode_responses": False,
-        "socket_timeout": max(5.0, min(limit_s, OUTAGE_S) / 2),
+        "socket_timeout": max(5.0, min(outage_s, OUTAGE_S) / 2),
         "socket_connect_timeout": 2.0,
         **({} if where.socket else {"socket_keepalive": True}),
         "health_check_interval": 0,
         "max_connections": 64,
         "retry_on_error": [*OUTAGE_ERRORS],
     }
-    if where.kind != "server":
-        settings |= {"retry": UntilBack(limit_s), **where.settings}
-        if where.kind == "cluster":
-            return ClusterRedis(where, settings)
-        return following(where, where.service, settings)
-    retries = math.ceil(limit_s / BACKOFF_CAP_S) + 4
+    retries = math.ceil(outage_s / BACKOFF_CAP_S) + 4
     settings["retry"] = Retry(ExponentialWithJitterBackoff(cap=BACKOFF_CAP_S, base=0.02), retries)
     client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(url, **settings)
     pool = client.connection_pool
@@ -87,8 +76,6 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
         "retry": Retry(NoBackoff(), 0),
         "retry_on_error": [],
     }
-    if isinstance(client, ClusterRedis | FollowingRedis):
-        return client.twin(settings)
     pool = client.connection_pool
     twin = redis.asyncio.ConnectionPool(
         connection_class=pool.connection_class,
@@ -98,24 +85,8 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(twin)  # closed with the client
 
 
-async def masters(client: redis.asyncio.Redis) -> list[Any]:
-    """A client of each server that takes writes: all masters of a cluster, else the client itself.
-    They are closed with it.
-
-    Raises redis.exceptions.ConnectionError when a cluster stays down.
-    """
-    return await client.masters() if isinstance(client, ClusterRedis) else [client]
-
-
-def usual_outage_s(client: redis.asyncio.Redis) -> float:
-    """Seconds that a call waits for a server which is away, unless it is told otherwise."""
-    return FAILOVER_S if isinstance(client, ClusterRedis | FollowingRedis) else OUTAGE_S
-
-
 def address_of(client: redis.asyncio.Redis) -> str:
     """Where a client points, without its password: for error messages."""
-    if isinstance(client, ClusterRedis | FollowingRedis):
-        return str(client.url)
     settings = client.connection_pool.connection_kwargs
     return str(settings.get("path") or f"{settings.get('host')}:{settings.get('port')}")
 

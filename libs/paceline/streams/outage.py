@@ -12,11 +12,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 OUTAGE_S = 10.0
 """Seconds a server may stay away before a call fails with Unavailable."""
 
-FAILOVER_S = 60.0
-"""The same where others take over from it: Sentinel waits for 30 s before it believes that a master
-is dead, a cluster for 15 s, unless they are told otherwise.
-"""
-
 OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 BACKOFF_CAP_S = 0.25
 

@@ -17,8 +17,8 @@ from redis.exceptions import ResponseError
 from paceline.errors import ResourceExhausted
 from paceline.streams import scripts
 from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
-from paceline.streams.connection import blocking_twin, redis_errors, usual_outage_s
-from paceline.streams.outage import OUTAGE_ERRORS, Outage
+from paceline.streams.connection import blocking_twin, redis_errors
+from paceline.streams.outage import OUTAGE_ERRORS, OUTAGE_S, Outage
 
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
@@ -50,7 +50,7 @@ class RedisStream:
         self._reader: Any = blocking_twin(client)
         self._key = key
         self._budget = byte_budget
-        self._outage_s = usual_outage_s(client) if outage_s is None else outage_s
+        self._outage_s = OUTAGE_S if outage_s is None else outage_s
         self._sizes = f"{key}:sizes"
         self._dead = f"{key}:dead"
         self._append = client.register_script(scripts.APPEND)

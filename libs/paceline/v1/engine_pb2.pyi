@@ -42,7 +42,7 @@ MEMORY_TAG_KV_CACHE: MemoryTag
 MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "merge_evidence", "quarantine")
+    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "quarantine")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -57,7 +57,6 @@ class WorkerCommand(_message.Message):
     RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
-    MERGE_EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     enqueue: EnqueueRequests
@@ -72,9 +71,8 @@ class WorkerCommand(_message.Message):
     release_memory: ReleaseMemory
     resume_memory: ResumeMemory
     flush_cache: FlushCache
-    merge_evidence: MergeEvidence
     quarantine: Quarantine
-    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., merge_evidence: _Optional[_Union[MergeEvidence, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., **kwargs) -> None: ...
+    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., **kwargs) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
@@ -348,46 +346,6 @@ class ArmStats(_message.Message):
     drafter_deaths: int
     def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., pulls: _Optional[int] = ..., explorations: _Optional[int] = ..., mean_tokens_per_s: _Optional[float] = ..., mean_accept_length: _Optional[float] = ..., drafter_deaths: _Optional[int] = ...) -> None: ...
 
-class AcceptanceEvidence(_message.Message):
-    __slots__ = ("family", "batch_group", "accepted", "trials")
-    FAMILY_FIELD_NUMBER: _ClassVar[int]
-    BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    TRIALS_FIELD_NUMBER: _ClassVar[int]
-    family: str
-    batch_group: int
-    accepted: _containers.RepeatedScalarFieldContainer[float]
-    trials: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, family: _Optional[str] = ..., batch_group: _Optional[int] = ..., accepted: _Optional[_Iterable[float]] = ..., trials: _Optional[_Iterable[float]] = ...) -> None: ...
-
-class CostEvidence(_message.Message):
-    __slots__ = ("arm", "batch_group", "log_factor", "weight")
-    ARM_FIELD_NUMBER: _ClassVar[int]
-    BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
-    LOG_FACTOR_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    arm: str
-    batch_group: int
-    log_factor: float
-    weight: float
-    def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., log_factor: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
-
-class BanditEvidence(_message.Message):
-    __slots__ = ("acceptance", "costs")
-    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
-    COSTS_FIELD_NUMBER: _ClassVar[int]
-    acceptance: _containers.RepeatedCompositeFieldContainer[AcceptanceEvidence]
-    costs: _containers.RepeatedCompositeFieldContainer[CostEvidence]
-    def __init__(self, acceptance: _Optional[_Iterable[_Union[AcceptanceEvidence, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[CostEvidence, _Mapping]]] = ...) -> None: ...
-
-class MergeEvidence(_message.Message):
-    __slots__ = ("versions", "evidence")
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
-    versions: _trajectory_pb2.VersionSet
-    evidence: BanditEvidence
-    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ...) -> None: ...
-
 class RoundSplit(_message.Message):
     __slots__ = ("rounds", "nodes", "prefill_s", "draft_s", "forward_s", "sample_s", "keep_s")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -421,7 +379,7 @@ class PrefixStats(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_s: _Optional[float] = ..., copy_s: _Optional[float] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
-    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "evidence", "prefixes", "split", "rejected_left_out", "rows_invalid")
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "prefixes", "split", "rejected_left_out", "rows_invalid")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -430,7 +388,6 @@ class WorkerHealth(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     ARMS_FIELD_NUMBER: _ClassVar[int]
     ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     REJECTED_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
@@ -443,9 +400,8 @@ class WorkerHealth(_message.Message):
     speculation: _trajectory_pb2.SpeculationStats
     arms: _containers.RepeatedCompositeFieldContainer[ArmStats]
     rows_dropped: int
-    evidence: BanditEvidence
     prefixes: PrefixStats
     split: RoundSplit
     rejected_left_out: int
     rows_invalid: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ..., rejected_left_out: _Optional[int] = ..., rows_invalid: _Optional[int] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ..., rejected_left_out: _Optional[int] = ..., rows_invalid: _Optional[int] = ...) -> None: ...

@@ -26,7 +26,7 @@ from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 from paceline.v1 import trajectory_pb2 as paceline_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/replica.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/trajectory.proto\"^\n\x12LoadVersionRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04path\x18\x03 \x01(\t\"\x15\n\x13LoadVersionResponse\"\x89\x01\n\x0fServeSetRequest\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.paceline.v1.PauseMode\x12\x16\n\x0eleased_workers\x18\x03 \x03(\r\x12\r\n\x05judge\x18\x04 \x01(\x08\"\x12\n\x10ServeSetResponse\"R\n\x14\x46orgetVersionRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x17\n\x15\x46orgetVersionResponse\"?\n\x13HearEvidenceRequest\x12(\n\x04told\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.MergeEvidence\"\x16\n\x14HearEvidenceResponse\"\x14\n\x12WatchGroupsRequest\"%\n\x13WatchGroupsResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\r\"]\n\x11TakeGroupsRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x0c\n\x04most\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\"#\n\x12TakeGroupsResponse\x12\r\n\x05taken\x18\x01 \x01(\r2\xfb\x03\n\x0eReplicaService\x12P\n\x0bLoadVersion\x12\x1f.paceline.v1.LoadVersionRequest\x1a .paceline.v1.LoadVersionResponse\x12G\n\x08ServeSet\x12\x1c.paceline.v1.ServeSetRequest\x1a\x1d.paceline.v1.ServeSetResponse\x12V\n\rForgetVersion\x12!.paceline.v1.ForgetVersionRequest\x1a\".paceline.v1.ForgetVersionResponse\x12S\n\x0cHearEvidence\x12 .paceline.v1.HearEvidenceRequest\x1a!.paceline.v1.HearEvidenceResponse\x12R\n\x0bWatchGroups\x12\x1f.paceline.v1.WatchGroupsRequest\x1a .paceline.v1.WatchGroupsResponse0\x01\x12M\n\nTakeGroups\x12\x1e.paceline.v1.TakeGroupsRequest\x1a\x1f.paceline.v1.TakeGroupsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/replica.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/trajectory.proto\"^\n\x12LoadVersionRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04path\x18\x03 \x01(\t\"\x15\n\x13LoadVersionResponse\"\x89\x01\n\x0fServeSetRequest\x12)\n\x08versions\x18\x01 \x01(\x0b\x32\x17.paceline.v1.VersionSet\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.paceline.v1.PauseMode\x12\x16\n\x0eleased_workers\x18\x03 \x03(\r\x12\r\n\x05judge\x18\x04 \x01(\x08\"\x12\n\x10ServeSetResponse\"R\n\x14\x46orgetVersionRequest\x12)\n\x06target\x18\x01 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x17\n\x15\x46orgetVersionResponse\"\x14\n\x12WatchGroupsRequest\"%\n\x13WatchGroupsResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\r\"]\n\x11TakeGroupsRequest\x12,\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.CommandContext\x12\x0c\n\x04most\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\"#\n\x12TakeGroupsResponse\x12\r\n\x05taken\x18\x01 \x01(\r2\xa6\x03\n\x0eReplicaService\x12P\n\x0bLoadVersion\x12\x1f.paceline.v1.LoadVersionRequest\x1a .paceline.v1.LoadVersionResponse\x12G\n\x08ServeSet\x12\x1c.paceline.v1.ServeSetRequest\x1a\x1d.paceline.v1.ServeSetResponse\x12V\n\rForgetVersion\x12!.paceline.v1.ForgetVersionRequest\x1a\".paceline.v1.ForgetVersionResponse\x12R\n\x0bWatchGroups\x12\x1f.paceline.v1.WatchGroupsRequest\x1a .paceline.v1.WatchGroupsResponse0\x01\x12M\n\nTakeGroups\x12\x1e.paceline.v1.TakeGroupsRequest\x1a\x1f.paceline.v1.TakeGroupsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,18 +45,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORGETVERSIONREQUEST']._serialized_end=459
   _globals['_FORGETVERSIONRESPONSE']._serialized_start=461
   _globals['_FORGETVERSIONRESPONSE']._serialized_end=484
-  _globals['_HEAREVIDENCEREQUEST']._serialized_start=486
-  _globals['_HEAREVIDENCEREQUEST']._serialized_end=549
-  _globals['_HEAREVIDENCERESPONSE']._serialized_start=551
-  _globals['_HEAREVIDENCERESPONSE']._serialized_end=573
-  _globals['_WATCHGROUPSREQUEST']._serialized_start=575
-  _globals['_WATCHGROUPSREQUEST']._serialized_end=595
-  _globals['_WATCHGROUPSRESPONSE']._serialized_start=597
-  _globals['_WATCHGROUPSRESPONSE']._serialized_end=634
-  _globals['_TAKEGROUPSREQUEST']._serialized_start=636
-  _globals['_TAKEGROUPSREQUEST']._serialized_end=729
-  _globals['_TAKEGROUPSRESPONSE']._serialized_start=731
-  _globals['_TAKEGROUPSRESPONSE']._serialized_end=766
-  _globals['_REPLICASERVICE']._serialized_start=769
-  _globals['_REPLICASERVICE']._serialized_end=1276
+  _globals['_WATCHGROUPSREQUEST']._serialized_start=486
+  _globals['_WATCHGROUPSREQUEST']._serialized_end=506
+  _globals['_WATCHGROUPSRESPONSE']._serialized_start=508
+  _globals['_WATCHGROUPSRESPONSE']._serialized_end=545
+  _globals['_TAKEGROUPSREQUEST']._serialized_start=547
+  _globals['_TAKEGROUPSREQUEST']._serialized_end=640
+  _globals['_TAKEGROUPSRESPONSE']._serialized_start=642
+  _globals['_TAKEGROUPSRESPONSE']._serialized_end=677
+  _globals['_REPLICASERVICE']._serialized_start=680
+  _globals['_REPLICASERVICE']._serialized_end=1102
 # @@protoc_insertion_point(module_scope)

@@ -50,16 +50,6 @@ class ForgetVersionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class HearEvidenceRequest(_message.Message):
-    __slots__ = ("told",)
-    TOLD_FIELD_NUMBER: _ClassVar[int]
-    told: _containers.RepeatedCompositeFieldContainer[_engine_pb2.MergeEvidence]
-    def __init__(self, told: _Optional[_Iterable[_Union[_engine_pb2.MergeEvidence, _Mapping]]] = ...) -> None: ...
-
-class HearEvidenceResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class WatchGroupsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

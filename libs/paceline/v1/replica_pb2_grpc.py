@@ -50,11 +50,6 @@ class ReplicaServiceStub:
                 request_serializer=paceline_dot_v1_dot_replica__pb2.ForgetVersionRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_replica__pb2.ForgetVersionResponse.FromString,
                 _registered_method=True)
-        self.HearEvidence = channel.unary_unary(
-                '/paceline.v1.ReplicaService/HearEvidence',
-                request_serializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceResponse.FromString,
-                _registered_method=True)
         self.WatchGroups = channel.unary_stream(
                 '/paceline.v1.ReplicaService/WatchGroups',
                 request_serializer=paceline_dot_v1_dot_replica__pb2.WatchGroupsRequest.SerializeToString,
@@ -92,13 +87,6 @@ class ReplicaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def HearEvidence(self, request, context):
-        """Takes what workers of the other replicas have shown of their arms, in the place of what was heard before.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def WatchGroups(self, request, context):
         """Says when groups that agents opened themselves have closed and wait for a step.
         """
@@ -130,11 +118,6 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.ForgetVersion,
                     request_deserializer=paceline_dot_v1_dot_replica__pb2.ForgetVersionRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_replica__pb2.ForgetVersionResponse.SerializeToString,
-            ),
-            'HearEvidence': grpc.unary_unary_rpc_method_handler(
-                    servicer.HearEvidence,
-                    request_deserializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_replica__pb2.HearEvidenceResponse.SerializeToString,
             ),
             'WatchGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchGroups,
@@ -229,33 +212,6 @@ class ReplicaService:
             '/paceline.v1.ReplicaService/ForgetVersion',
             paceline_dot_v1_dot_replica__pb2.ForgetVersionRequest.SerializeToString,
             paceline_dot_v1_dot_replica__pb2.ForgetVersionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def HearEvidence(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.ReplicaService/HearEvidence',
-            paceline_dot_v1_dot_replica__pb2.HearEvidenceRequest.SerializeToString,
-            paceline_dot_v1_dot_replica__pb2.HearEvidenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""ReplicaService over gRPC: a replica takes versions, sets and evidence from its head."""
+"""ReplicaService over gRPC: a replica takes versions and sets from its head."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from paceline.messages import from_message, versions_from_proto
-from paceline.services.rollout_gateway.bandits.evidence import Evidence
+from paceline.messages import versions_from_proto
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.runs.open import OpenRuns
-from paceline.services.rollout_gateway.workers.evidence_exchange import ToldEvidence
 from paceline.v1 import replica_pb2 as pb
 from paceline.v1.replica_pb2_grpc import ReplicaServiceServicer
 
@@ -42,17 +40,6 @@ class ReplicaServicer(ReplicaServiceServicer):
     ) -> pb.ForgetVersionResponse:
         await self._gateway.weights.on_abort(request.target, request.version)
         return pb.ForgetVersionResponse()
-
-    async def HearEvidence(
-        self, request: pb.HearEvidenceRequest, context: Any
-    ) -> pb.HearEvidenceResponse:
-        router = self._gateway.router
-        router.evidence.hear(
-            ToldEvidence(versions_from_proto(one.versions), from_message(Evidence, one.evidence))
-            for one in request.told
-        )
-        await router.healths()
-        return pb.HearEvidenceResponse()
 
     async def WatchGroups(
         self, request: pb.WatchGroupsRequest, context: Any

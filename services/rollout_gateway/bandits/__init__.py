@@ -1,23 +1,18 @@
-"""Choosers of the arm of a round, behind one protocol (base.py)."""
+"""Chooses the arm of each decode round, by bandits behind one protocol (base.py)."""
 
 from collections.abc import Callable, Sequence
 
 from paceline.plugins import find_variant
 from paceline.services.rollout_gateway.bandits.base import Bandit, BanditSettings
 from paceline.services.rollout_gateway.bandits.beg import BucketedEpsilonGreedy
-from paceline.services.rollout_gateway.bandits.cost_model.bandit import CostModel
 from paceline.services.rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
-from paceline.services.rollout_gateway.bandits.thompson import Thompson
 from paceline.services.rollout_gateway.bandits.ucb import UCB1
 from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
-COST_MODEL = "cost_model"
 BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {
     "epsilon_greedy": EpsilonGreedy,
     "ucb": UCB1,
-    "thompson": Thompson,
     "beg": BucketedEpsilonGreedy,
-    COST_MODEL: CostModel,
 }
 
 

@@ -15,11 +15,10 @@ BanditSettings.watchdog_rounds:
   `limit` rounds for q of a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom
   proposes, as n-grams, is so not taken for dead.
 
-A dead drafter's arms are not chosen in that group until `renew` names one of them, until the drafts
-of `limit` rows that it would have proposed show life by the first rule, or until a whole window of
-rounds has passed (two, then four, when it is dead each time it is tried): a verdict is forgotten as
-other rounds are, and a drafter without weights is never named. `off` drafts nothing and stays. When
-no arm would be left, all are.
+A dead drafter's arms are not chosen in that group until `renew` names one of them, or until a whole
+window of rounds has passed (two, then four, when each trial finds it dead). A drafter without
+weights is revived only by the window. `off` drafts nothing and stays. When no arm would be left,
+all arms stay.
 """
 
 from __future__ import annotations
@@ -32,15 +31,13 @@ from dataclasses import dataclass, replace
 from paceline.arm_names import speculator_of
 from paceline.services.rollout_gateway.bandits.base import (
     ArmChoice,
+    ArmReport,
     Bandit,
     BanditSettings,
-    CostSample,
     RoundOutcome,
     Situation,
-    UnusedDrafts,
     group_of,
 )
-from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
 from paceline.speculators.shift import AcceptanceShift
 from paceline.telemetry import get_logger
 from paceline.trajectory import Target
@@ -103,7 +100,6 @@ class WatchedDrafter:
     pulse: Pulse
     rests_until: int = 0  # round of the group; while it is dead
     deaths_at_once: int = 0  # trials in a row that showed no life
-    unused: Pulse | None = None  # of what it would have proposed since it died
 
 
 class AcceptanceWatchdog:
@@ -120,10 +116,6 @@ class AcceptanceWatchdog:
         self._alive = dict.fromkeys(settings.groups, self._names)
         self._warned: set[str] = set()
         self._deaths: Counter[tuple[int, str]] = Counter()  # since the start
-
-    def prime(self, costs: Sequence[CostSample]) -> None:
-        """For the inner bandit."""
-        self._inner.prime(costs)
 
     def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
         """The inner bandit's choice among the arms whose drafters live, or all when none does."""
@@ -146,23 +138,6 @@ class AcceptanceWatchdog:
             if drafter.pulse.beat(outcome.accept_length):
                 self._retire(group, speculator, drafter)
 
-    def observe_unused(self, drafts: UnusedDrafts) -> None:
-        """Tell the inner bandit, and look whether a dead drafter would live."""
-        self._inner.observe_unused(drafts)
-        group = group_of(self._groups, drafts.situation.batch_size)
-        drafter = self._drafters.get((group, speculator_of(drafts.arm)))
-        if drafter is None or not drafter.pulse.dead:
-            return
-        for taken in drafts.taken:
-            pulse = drafter.unused = drafter.unused or Pulse(self._limit)
-            pulse.beat(taken)
-            if pulse.rounds == self._limit:
-                drafter.unused = None
-                if not pulse.silent_from_the_start:
-                    drafter.pulse, drafter.rests_until = Pulse(self._limit), 0
-                    self._admit(group)
-                    return
-
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """New drafters live until they prove dead again; a new policy revives nobody."""
         self._inner.renew(arms, changed, shift)
@@ -184,14 +159,6 @@ class AcceptanceWatchdog:
             replace(one, drafter_deaths=self._deaths[one.batch_group, speculator_of(one.arm)])
             for one in self._inner.reports()
         ]
-
-    def snapshot(self) -> Evidence:
-        """The inner bandit's."""
-        return self._inner.snapshot()
-
-    def merge(self, evidence: Evidence) -> None:
-        """For the inner bandit; verdicts stay this engine's own."""
-        self._inner.merge(evidence)
 
     def _wake(self, group: int) -> None:
         """Drafters whose rest is over are tried again."""

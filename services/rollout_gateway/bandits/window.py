@@ -16,14 +16,12 @@ from typing import NamedTuple
 from paceline.arm_names import read_arm
 from paceline.services.rollout_gateway.bandits.base import (
     ArmChoice,
+    ArmReport,
     BanditSettings,
-    CostSample,
     RoundOutcome,
     Situation,
-    UnusedDrafts,
     group_of,
 )
-from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
 from paceline.speculators.shift import AcceptanceShift
 from paceline.trajectory import Target
 
@@ -169,9 +167,6 @@ class WindowedBandit(ABC):
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """One of `names`, two at least."""
 
-    def prime(self, costs: Sequence[CostSample]) -> None:  # noqa: B027 (a default)
-        """Nothing: these kinds know tokens per second alone."""
-
     def observe(self, outcome: RoundOutcome) -> None:
         """Remember a round."""
         group = self._group(outcome.situation)
@@ -179,9 +174,6 @@ class WindowedBandit(ABC):
         group.add(PlayedRound(outcome.arm, *facts))
         group.arms[outcome.arm].pulls += 1
         group.arms[outcome.arm].explorations += outcome.explored
-
-    def observe_unused(self, drafts: UnusedDrafts) -> None:  # noqa: B027 (a default)
-        """Nothing: no seconds are known of them."""
 
     def renew(self, arms: Set[str], changed: Target, shift: AcceptanceShift | None = None) -> None:
         """A new drafter: its arms inherit, or are tried again.
@@ -193,13 +185,6 @@ class WindowedBandit(ABC):
             keep = self._settings.inherited_rounds if shift is not None else 0
             for group in self._groups.values():
                 group.renew(gains, keep)
-
-    def snapshot(self) -> Evidence:
-        """Nothing: seconds of one engine's rounds say little of another's."""
-        return Evidence()
-
-    def merge(self, evidence: Evidence) -> None:  # noqa: B027 (a default)
-        """Nothing, as `snapshot`."""
 
     def reports(self) -> list[ArmReport]:
         """Statistics of every arm and group that was pulled."""

@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.services.rollout_gateway.bandits.evidence import Evidence
 from paceline.services.rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
@@ -106,12 +105,6 @@ class CommandedEngine(Protocol):
 
     def quarantine(self, withheld: Withheld) -> None:
         """Go without these from the next round on; arms that do not exist are ignored."""
-        ...
-
-    def merge_evidence(self, evidence: Evidence) -> None:
-        """What the rounds of all other engines of the serving set have shown of the arms; replaces
-        the last one's.
-        """
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from paceline.errors import MissingCapability
-from paceline.services.rollout_gateway.bandits.evidence import ArmReport, Evidence
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.trajectory import DrawSpan, SpeculationStats, VersionSpan
 
@@ -206,8 +206,6 @@ class EngineLoad:
     # Rejected drafts beyond those whose rows are written per request and round.
     rejected_left_out: int = 0
     split: RoundSplit = field(default_factory=RoundSplit)
-    # Of its own rounds; empty when its bandit does not share.
-    evidence: Evidence = field(default_factory=Evidence)
     prefixes: PrefixStats = field(default_factory=PrefixStats)
 
 

@@ -14,7 +14,6 @@ from paceline.messages import versions_to_proto
 from paceline.rpc import EpochGuard, Track, responses, rpc_errors
 from paceline.services.rollout_gateway.replicas import merge
 from paceline.services.rollout_gateway.replicas.claims import claim_in_turn
-from paceline.services.rollout_gateway.replicas.evidence import exchange_evidence
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet, each
 from paceline.services.rollout_gateway.replicas.routing import SessionRouting
 from paceline.services.rollout_gateway.replicas.streams import merged
@@ -94,8 +93,6 @@ class HeadServicer(RolloutServiceServicer):
 
         async with aclosing(self._runs.run(request, accepted)) as news:
             async for response in news:
-                if response.WhichOneof("event") == "finished":
-                    await exchange_evidence(self._fleet)
                 yield response
 
     async def SetArm(self, request: rpb.SetArmRequest, context: Any) -> rpb.SetArmResponse:

@@ -28,7 +28,6 @@ from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Rewards,
     ScoreEpisodes,
 )
-from paceline.services.rollout_gateway.rewards.processes.spawned import Spawn, spawn_here
 from paceline.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -49,13 +48,13 @@ class _Waiting:
 class ModelReward:
     """One batch at a time; what arrives meanwhile forms the next one."""
 
-    def __init__(self, config: ModelRewardConfig, spawn: Spawn = spawn_here) -> None:
+    def __init__(self, config: ModelRewardConfig) -> None:
         """Raises ConfigError when the directory is no checkpoint in safetensors."""
         check_directory(config.model)
         self._config = config
         self._waiting: deque[_Waiting] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._place = ChildPlace(spawn, START_S)
+        self._place = ChildPlace(START_S)
         self._starting = asyncio.Lock()
 
     @property

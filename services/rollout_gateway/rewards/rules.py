@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from paceline.services.rollout_gateway.rewards.math_answer import MATH_EQUAL, Ma
 from paceline.services.rollout_gateway.rewards.mixture import Mixture, check_mixtures
 from paceline.services.rollout_gateway.rewards.model import ModelReward
 from paceline.services.rollout_gateway.rewards.processes.pool import Children, ChildRule
-from paceline.services.rollout_gateway.rewards.processes.spawned import Spawn, spawn_here
 from paceline.services.rollout_gateway.rewards.remote import RemoteReward
 from paceline.services.rollout_gateway.sandbox import Sandbox
 from paceline.telemetry import get_logger
@@ -42,7 +41,6 @@ class Parts:
     config: RewardsConfig
     children: Children
     sandbox: Sandbox
-    spawns: Sequence[Spawn]
 
 
 REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
@@ -51,7 +49,7 @@ REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
     ),
     "format": lambda parts: FormatRule(parts.config.marker),
     "remote": lambda parts: RemoteReward(parts.config.remote),
-    "model": lambda parts: ModelReward(parts.config.model, parts.spawns[0]),
+    "model": lambda parts: ModelReward(parts.config.model),
     "code_tests": lambda parts: CodeTests(parts.sandbox),
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
@@ -63,23 +61,16 @@ class RewardRules:
     Nothing runs before a rule needs it.
     """
 
-    def __init__(
-        self,
-        config: RewardsConfig,
-        sandbox: Sandbox | None = None,
-        spawns: Sequence[Spawn] | None = None,
-    ) -> None:
-        """`sandbox`: where code is run; one of its own when None. `spawns`: where children are,
-        one each; beside the gateway when None.
+    def __init__(self, config: RewardsConfig, sandbox: Sandbox | None = None) -> None:
+        """sandbox: runs models' code; None makes a sandbox of its own.
 
-        Raises ConfigError for a mixture that cannot be.
+        Raises ConfigError for an invalid mixture.
         """
         check_mixtures(config.mixtures, {*REWARDS, *config.own})
-        spawns = spawns or [spawn_here] * config.processes
-        self._children = Children(spawns, config.deadline_s)
+        self._children = Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
-        self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox), spawns)
+        self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox))
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import InternalError, PacelineError, Unavailable
 from paceline.services.rollout_gateway import metrics
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engines.worker.ring import RowArray
-from paceline.services.rollout_gateway.workers.evidence_exchange import EvidenceExchange
 from paceline.services.rollout_gateway.workers.generation import Generation
 from paceline.services.rollout_gateway.workers.held import HeldRequests
 from paceline.services.rollout_gateway.workers.hosts import WorkerHosts
@@ -46,13 +44,12 @@ class Router:
         on_discard: Callable[[int], None],
         wait_s: float,
         reclaim_after_s: float,
-        evidence: Path | None = None,
         first: int = 0,
         hosts: WorkerHosts | None = None,
     ) -> None:
         """wait_s: seconds that a request waits while all workers are lent; reclaim_after_s: those
-        after which `traffic` tells of it; evidence: file that keeps what arms have shown; first:
-        number of the first worker among all of the run; local, hosts: see WorkerKeeper.
+        after which `traffic` reports it; first: the first worker's number within the run; local,
+        hosts: see WorkerKeeper.
         """
         self._config = config
         self._on_rows = on_rows
@@ -69,7 +66,6 @@ class Router:
         """Awaited before a worker gets requests: loads the committed versions."""
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
-        self.evidence = EvidenceExchange(evidence)
         self.probes = Probes(self._flush, self._deliver_all, self.abort)
 
     @property
@@ -195,7 +191,6 @@ class Router:
         for process in processes:
             if process.index in found:
                 self.metrics.look(process.ready, found[process.index])
-        self.evidence.spread(processes, found)
         return found
 
     async def idle_for(self, index: int, seconds: float) -> None:

@@ -20,9 +20,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
-from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.trajectory import request_seed, tokens_hash
-from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -351,45 +349,6 @@ async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[st
         assert refused.retry_after_s >= 1
         first.cancel()
         assert await waiting.pop()  # it takes the place of the one that left
-
-
-async def test_workers_hear_what_the_others_learned_when_tasks_end(
-    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, pb.MergeEvidence]] = []
-    send = WorkerProcess.send
-
-    def listen(process: WorkerProcess, command: pb.WorkerCommand) -> None:
-        if command.HasField("merge_evidence"):
-            told.append((process.index, command.merge_evidence))
-        send(process, command)
-
-    monkeypatch.setattr(WorkerProcess, "send", listen)
-    async with serve_gateway(
-        engine={"workers": 2}, speculation={"bandit": {"kind": "cost_model"}}
-    ) as served:
-        await run_tasks(served.stub, served.tasks_request())
-        status = await served.stub.GetStatus(rpb.GetStatusRequest())
-    assert {index for index, _ in told} == {0, 1}
-    own = {worker.worker_index: worker.health.evidence for worker in status.workers}
-    for index, message in told:
-        assert message.evidence == own[1 - index]
-        assert message.evidence.acceptance
-
-
-async def test_bandits_that_do_not_share_send_nothing(
-    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = WorkerProcess.send
-
-    def listen(process: WorkerProcess, command: pb.WorkerCommand) -> None:
-        assert not command.HasField("merge_evidence")
-        send(process, command)
-
-    monkeypatch.setattr(WorkerProcess, "send", listen)
-    async with serve_gateway(speculation={"bandit": {"kind": "ucb"}}) as served:
-        await run_tasks(served.stub, served.tasks_request())
-        await served.stub.GetStatus(rpb.GetStatusRequest())
 
 
 async def test_a_worker_that_cannot_be_built_says_why(serve_gateway: Any) -> None:

@@ -52,7 +52,6 @@ async def appended(client: redis.asyncio.Redis, run_id: str, name: str, count: i
     return entries
 
 
-@pytest.mark.parametrize("redis_kind", ["server", "cluster"])
 async def test_training_samples_become_trajectories_and_hidden_rows(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:

@@ -312,31 +312,6 @@ def test_every_worker_is_in_one_replica_and_none_has_many_more(tmp_path: Path) -
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-async def test_a_replica_begins_with_what_the_others_have_shown_of_their_arms(
-    twins: Any, script: dict[str, Any]
-) -> None:
-    script |= {
-        "arms": ("off", "eagle:3_1_4", "ngram:4_1_5"),
-        "accept_lengths": {"eagle:3_1_4": 3.0, "ngram:4_1_5": 1.5},
-        "costs_s": {},
-        "response_tokens": (200, 220),
-        "script": [],
-    }
-
-    async def explorations(served: Served, tasks: int, step: int) -> int:
-        request = served.tasks_request(samples_per_task=8, step=step)
-        del request.tasks[tasks:]
-        async for response in served.stub.RunTasks(request, timeout=patient(30)):
-            if response.WhichOneof("event") == "finished":
-                return sum(arm.explorations for arm in response.finished.arms)
-        raise AssertionError("the rollouts did not finish")
-
-    async with twins(speculation={"bandit": {"kind": "cost_model", "groups": [1, 8]}}) as served:
-        of_one = await explorations(served, 1, step=0)
-        assert of_one >= 3, "one replica tries its arms"
-        assert await explorations(served, 2, step=1) - of_one < 3, "the other one does not"
-
-
 async def test_steps_of_open_traffic_take_exactly_the_groups_that_closed_wherever_that_was(
     twins: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str, model_dir: Path
 ) -> None:

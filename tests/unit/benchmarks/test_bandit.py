@@ -108,7 +108,7 @@ def test_every_response_gets_its_tokens_whoever_plays() -> None:
         for moment, taken, _ in watcher.rounds:
             assert len(moment.rows) <= 4
             last_admitted = last_admitted or 5 in moment.rows
-            assert moment.situation.draining == last_admitted
+            assert moment.draining == last_admitted
             for row, count in zip(moment.rows.tolist(), taken, strict=True):
                 tokens[row] += count
         assert tuple(tokens.values()) == lengths

@@ -57,14 +57,6 @@ def test_pools_that_are_too_much_together_are_refused() -> None:
         check_room(apart, [{CPU: 3.0}])
 
 
-def test_rewards_have_slots_on_any_node_where_they_are_asked_for() -> None:
-    *_, reward = asked = pools("gateway.rewards.ray_cpus=3")
-    assert (reward.name, reward.services, reward.bundles) == ("reward", (), ({CPU: 1.0},) * 3)
-    check_room(asked, [{CPU: 2.0}, {CPU: 2.0}, {CPU: 1.0}])
-    with pytest.raises(ConfigError, match=r"seen: 5 CPU, 2 of them on one node"):
-        check_room(asked, [{CPU: 2.0}, {CPU: 2.0}])
-
-
 def test_ranks_on_other_hosts_have_pools_of_their_own() -> None:
     _, rollout, first, second = asked = pools("policy_trainer.hosts=[2,3,1]")
     assert rollout.services == ("gateway", *TRAINERS)

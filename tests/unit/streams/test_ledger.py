@@ -11,12 +11,6 @@ from paceline.streams import Ledger, LedgerCount, RedisStream, encode_trajectory
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 
-@pytest.fixture(params=["server", "cluster"])
-def redis_kind(request: pytest.FixtureRequest) -> str:
-    kind: str = request.param
-    return kind
-
-
 @pytest.fixture
 def ledger(redis_client: redis.asyncio.Redis, run_id: str) -> Ledger:
     return Ledger(redis_client, run_id)

@@ -43,12 +43,6 @@ ABOUT = {
 }
 
 
-@pytest.fixture(params=["server", "cluster"])
-def redis_kind(request: pytest.FixtureRequest) -> str:
-    kind: str = request.param
-    return kind
-
-
 @pytest.fixture
 async def process(
     redis_client: redis.asyncio.Redis, run_id: str

@@ -8,9 +8,7 @@ drafters' scores and past rounds, so what is emitted does not change.
 Of nodes sorted by their probability p of being accepted, the first k are verified that maximise the
 rate (B + p_1 + ... + p_k) / (F + c(B + k)): tokens of a round over its seconds, with c the
 forward's seconds by its tokens and F those of drafting and everything else. Since p falls along a
-path, the chosen nodes of a row are a tree. While the batch drains a row's tokens, p and its part of
-B, weigh what the bandit says that they are worth: rows that will last verify more, as in Shao et
-al. 2025 (DAS, arXiv 2511.13841).
+path, the chosen nodes of a row are a tree.
 """
 
 from __future__ import annotations
@@ -159,62 +157,45 @@ class Budget:
         overhead.until_probe = (overhead.until_probe - 1) or PROBE_EVERY
         return overhead.until_probe == PROBE_EVERY
 
-    def prune(
-        self, drafts: Drafts, speculator: str, arm: str, worth: Sequence[float] = ()
-    ) -> Drafts:
-        """The drafts that pay, every row's moved to its front; all of them while costs are not
-        known.
-
-        worth: of a token of each row, above 0, in any unit; (): all alike.
-        """
-        if self.cost.known and self._probes(arm):
+    def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
+        """The drafts that pay, moved to the front of each row; all drafts until costs are known."""
+        if not self.cost.known or self._probes(arm):
             return drafts
-        return self.left(drafts, speculator, arm, worth)
-
-    def left(
-        self, drafts: Drafts, speculator: str, arm: str, worth: Sequence[float] = ()
-    ) -> Drafts:
-        """As `prune` where costs are known and nothing is probed; all of them where not."""
-        if not self.cost.known:
-            return drafts
-        weights = worth or [1.0] * len(drafts.tokens)
         calibration = self._calibrations.setdefault(speculator, Calibration())
-        nodes = self._nodes(drafts, calibration, weights)
-        chosen = nodes[: self._best_count(nodes, weights, arm)]
+        nodes = self._nodes(drafts, calibration)
+        chosen = nodes[: self._best_count(nodes, len(drafts.tokens), arm)]
         if len(chosen) == drafts.tokens.numel():
             return drafts
         return _only(drafts, chosen)
 
-    def _nodes(
-        self, drafts: Drafts, calibration: Calibration, weights: Sequence[float]
-    ) -> list[Node]:
-        """All drafts by falling chance of being accepted, weighed by their rows."""
+    def _nodes(self, drafts: Drafts, calibration: Calibration) -> list[Node]:
+        """All drafts, sorted by their chance of being accepted, highest first."""
         nodes: list[Node] = []
         chance = calibration.chance
         for row, (tokens, scores, parents) in enumerate(row_drafts(drafts)):
-            reached, score_of, weight = [1.0], [1.0, *scores], weights[row]
+            reached, score_of = [1.0], [1.0, *scores]
             for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
                 here = (
                     reached[above] * chance(scores[index] / score_of[above]) if token >= 0 else 0.0
                 )
                 reached.append(here)
                 if here > 0.0:
-                    nodes.append((-here * weight, row, index))
+                    nodes.append((-here, row, index))
         nodes.sort()
         return nodes
 
-    def _best_count(self, nodes: Sequence[Node], weights: Sequence[float], arm: str) -> int:
+    def _best_count(self, nodes: Sequence[Node], rows: int, arm: str) -> int:
         """How many of the first nodes give the best rate."""
         overhead = self._overhead(arm)
-        costs = self.cost.seconds(len(weights), len(nodes))
-        gain, count = sum(weights), 0
+        costs = self.cost.seconds(rows, len(nodes))
+        gain, count = float(rows), 0
         best = gain / (overhead.seconds + costs[0])
         for number, (negative, _, _) in enumerate(nodes, 1):
             gain -= negative
             rate = gain / (overhead.seconds + costs[number])
             if rate > best:
                 best, count = rate, number
-        chances = (-negative / weights[row] for negative, row, _ in nodes[:count])
+        chances = (-negative for negative, _, _ in nodes[:count])
         overhead.floor = FLOOR_SHARE * min(chances, default=0.0)
         return count
 

@@ -16,7 +16,6 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
 from paceline.models.loading import DTYPES
 from paceline.models.profiles import chosen_profile
-from paceline.services.rollout_gateway.bandits import COST_MODEL
 from paceline.services.rollout_gateway.engines.base import Engine, RowSink
 from paceline.services.rollout_gateway.engines.embedded.capture import Capture
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters
@@ -30,7 +29,6 @@ from paceline.services.rollout_gateway.engines.embedded.kinds import (
 )
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
 from paceline.services.rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from paceline.services.rollout_gateway.engines.embedded.profile import profile
 from paceline.services.rollout_gateway.engines.embedded.rows import row_layout
 from paceline.services.rollout_gateway.engines.embedded.scheduler import Scheduler
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -81,10 +79,6 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
         speculation.measuring = True
         choose_threads(engine(None), speculation.served, cores, spec.max_batch)
         speculation.forget_rounds()
-
-    if spec.bandit.kind == COST_MODEL and len(speculation.arms) > 1:
-        speculation.measuring = True
-        speculation.prime(profile(engine(None), speculation.served, spec.max_batch))
     return engine(sink, square_product_tflops(policy.head.device, policy.head.dtype))
 
 

@@ -18,7 +18,6 @@ from paceline.arm_names import OFF
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
-from paceline.services.rollout_gateway.engines.embedded.aside import SideLooks
 from paceline.services.rollout_gateway.engines.embedded.capture import (
     Capture,
     CapturedRows,
@@ -79,7 +78,6 @@ class Decoder:
     ) -> None:
         self._weights = weights
         self._speculation = speculation
-        self._looks = SideLooks(speculation, store)
         self._store = store
         self._capture = capture
         self._penalties = Penalties()
@@ -89,20 +87,13 @@ class Decoder:
         self._rounds = self._nodes = 0
         self.tokens_emitted = 0
 
-    def round(
-        self, slots: Sequence[int], rows: Sequence[RunningSequence], *, draining: bool
-    ) -> None:
-        """Every row takes the tokens of one round; rows that end have their finish set.
-
-        draining: nobody waits, so that the batch only shrinks.
-        """
+    def round(self, slots: Sequence[int], rows: Sequence[RunningSequence]) -> None:
+        """Run one decode round: every row takes its tokens; rows that end have their finish set."""
         stopwatch, speculation = self._stopwatch, self._speculation
-        plan = speculation.choose(rows, draining=draining)
+        plan = speculation.choose(rows)
         version = self._weights.versions.policy
         parts = speculation.parts(plan, slots, rows, self._store, version)
         teaches = not any(sequence.request.probe for sequence in rows)
-        if teaches:
-            self._looks.look(plan, slots, rows, version)
         stopwatch.start()
         places = self._places(slots, rows)
         sampling = [sequence.request.sampling for sequence in rows]
@@ -121,7 +112,6 @@ class Decoder:
         stopwatch.lap("keep")
         if teaches:
             speculation.learn_costs(plan, taken, len(one.hidden), stopwatch)
-            self._looks.learn(plan.situation, rows)
         self._rounds += 1
         self._nodes += len(one.hidden)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.services.rollout_gateway.bandits.evidence import Evidence
 from paceline.services.rollout_gateway.engines.embedded.capture import WAITING, Capture
 from paceline.services.rollout_gateway.engines.embedded.decode import Decoder
 from paceline.services.rollout_gateway.engines.embedded.grammars import Grammars
@@ -119,10 +118,7 @@ class EmbeddedEngine:
             sequence.end_scored()
         slots = [slot for slot in ready if self._scheduler.running[slot].finish is None]
         if slots:
-            draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)
-            self._decoder.round(
-                slots, [self._scheduler.running[slot] for slot in slots], draining=draining
-            )
+            self._decoder.round(slots, [self._scheduler.running[slot] for slot in slots])
 
         self._take_rows()
         ended = [sequence for sequence in rows if sequence.finish is not None]
@@ -244,10 +240,6 @@ class EmbeddedEngine:
         if withheld.reuse and not self._prefixes.closed:
             self._prefixes.close()
 
-    def merge_evidence(self, evidence: Evidence) -> None:
-        """See Engine.merge_evidence."""
-        self._speculation.bandit.merge(evidence)
-
     @torch.inference_mode()
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
         """See Engine.release_memory; 0 bytes without engine.embedded.memory_saver."""
@@ -312,7 +304,6 @@ class EmbeddedEngine:
                 (sequence.speculation for sequence in self._scheduler.running), self._ended
             ),
             arms=tuple(bandit.reports()),
-            evidence=bandit.snapshot(),
             rows_dropped=self._capture.rows_dropped,
             rejected_left_out=self._capture.rejected_left_out,
             split=self._decoder.split,

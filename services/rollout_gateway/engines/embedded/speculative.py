@@ -17,7 +17,7 @@ from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.services.rollout_gateway.bandits import build_bandit
-from paceline.services.rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
+from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
 from paceline.services.rollout_gateway.engines.embedded.budget import Budget, row_drafts
 from paceline.services.rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
 from paceline.services.rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -40,8 +40,6 @@ class RoundPlan:
     arms: dict[str, list[int]]  # arm -> rows
     situation: Situation
     explored: bool = False
-    worth: Sequence[float] = ()  # of a token of each row; (): all alike
-    chosen: bool = False  # of some rows the bandit's choice
 
     @property
     def single(self) -> str:
@@ -58,7 +56,6 @@ class DraftPart:
     speculator: Speculator
     batch: DraftBatch
     drafts: Drafts | None = None
-    worth: Sequence[float] = ()  # of a token of each member; (): all alike
 
 
 class Speculation:
@@ -72,10 +69,7 @@ class Speculation:
         self.drafters = drafters
         self._barred: Set[str] = frozenset()
         self.served = self._served()
-        # What the budget leaves out of an arm is the arm's own affair: a longer chain is cut where
-        # a shorter is not.
-        settings = spec.bandit.model_copy(update={"share_positions": not spec.verify_budget})
-        self._build_bandit = lambda: build_bandit(settings, tuple(arms), spec.seed)
+        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
         self.bandit = self._build_bandit()
         self._most_rows = spec.speculate_rows or spec.max_batch
         self.rejection = spec.verification == "rejection"
@@ -103,16 +97,13 @@ class Speculation:
             message = "no drafter of this arm's kind is committed; it rests"
             raise InvalidInput(message, seen=name, allowed=", ".join(self.served))
 
-    def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
+    def choose(self, rows: Sequence[RunningSequence]) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        An arm that was forced while its kind served drafts nothing while it rests, nor does one
-        that is barred. draining: no
-        request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not
-        asked and nothing is drafted; from one round to the next, either way, since nothing is lost
-        by drafting or not.
+        A forced arm drafts nothing while its kind rests or while the arm is barred. Above
+        `speculate_rows` rows nothing is drafted; each round decides anew.
         """
-        situation = situation_of(rows, draining=draining)
+        situation = situation_of(rows)
         if self.forced:
             arm = self.forced if self.forced in self.served else OFF
             return RoundPlan({arm: list(range(len(rows)))}, situation)
@@ -129,7 +120,7 @@ class Speculation:
             return RoundPlan(arms, situation)
         choice = self.bandit.choose(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)
-        return RoundPlan(arms, situation, choice.explored, choice.worth, chosen=True)
+        return RoundPlan(arms, situation, choice.explored)
 
     def parts(
         self,
@@ -151,8 +142,7 @@ class Speculation:
                 )
                 speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
-                worth = [plan.worth[row] for row in members] if plan.worth else ()
-                parts.append(DraftPart(members, arm, speculator, batch, worth=worth))
+                parts.append(DraftPart(members, arm, speculator, batch))
         return parts
 
     def draft(
@@ -192,7 +182,7 @@ class Speculation:
         if budget is None or self.measuring:
             return part.speculator.propose(part.batch, shape)
         proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
-        return budget.prune(proposed, arm.speculator, arm.name, part.worth)
+        return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:
         """Which drafts were followed, for the budget's calibration."""
@@ -240,20 +230,13 @@ class Speculation:
             shift,
         )
 
-    def prime(self, costs: Sequence[CostSample]) -> None:
-        """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
-        self.bandit = self._build_bandit()
-        self.bandit.prime(costs)
-        self.drafters.flush()
-        self.measuring = False
-
     def forget_rounds(self) -> None:
-        """Begin as if there had been no round: those made with other numbers of threads teach
-        nothing.
-        """
+        """Reset bandit, budget and drafters after rounds that only measured thread counts."""
         if self.budget is not None:
             self.budget = Budget()
-        self.prime(())
+        self.bandit = self._build_bandit()
+        self.drafters.flush()
+        self.measuring = False
 
     def ended(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore, version: int

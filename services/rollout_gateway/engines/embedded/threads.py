@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import geometric_mean, median
 
 import torch
 
 from paceline.arm_names import OFF
 from paceline.services.rollout_gateway.engines.base import Engine
-from paceline.services.rollout_gateway.engines.embedded.profile import decoding_rounds
+from paceline.services.rollout_gateway.engines.nouns import Request
+from paceline.services.rollout_gateway.engines.sampling import Sampling
 from paceline.telemetry import get_logger
 
 SIZES = (4, 16, 64)
 """Requests of the rounds that are compared."""
+PROMPT_TOKENS = 8
 TURNS, ROUNDS = 3, 3
 """Turns of each number of threads, and rounds of a turn, the first of which is not counted: threads
 that had nothing to do begin slowly.
@@ -87,3 +89,40 @@ def _round_s(engine: Engine, size: int, counts: Sequence[int]) -> list[float]:
         if number % ROUNDS:
             taken[turn(number)].append(seconds)
     return [median(one) for one in taken] if all(taken) else []
+
+
+def decoding_rounds(
+    engine: Engine,
+    size: int,
+    rounds: int,
+    clock: Callable[[], float],
+    before: Callable[[int], None] = lambda number: None,
+) -> list[float]:
+    """Seconds of up to `rounds` rounds in which `size` made-up requests decode; aborts them at the
+    end. `before` is called with each round's number.
+    """
+    room = engine.info.max_sequence_tokens
+    length = min(PROMPT_TOKENS, room - 1)
+    for number in range(size):
+        prompt = tuple((7 * number + token) % engine.info.vocab_size for token in range(length))
+        engine.enqueue(
+            Request(
+                number, prompt, Sampling(seed=number, max_tokens=room - length, ignore_eos=True)
+            )
+        )
+
+    timed: list[float] = []
+    emitted = 0
+    while engine.has_work and len(timed) < rounds:
+        before(len(timed))
+        began = clock()
+        engine.step()
+        seconds = clock() - began
+        load = engine.load
+        # Only rounds in which every request decodes and none has ended are rounds of this size.
+        if load.running == size and load.tokens_emitted - emitted >= size:
+            timed.append(seconds)
+        emitted = load.tokens_emitted
+
+    engine.abort(None)
+    return timed

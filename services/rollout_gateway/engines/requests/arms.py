@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.bandits.base import RowFacts, Situation
+from paceline.services.rollout_gateway.bandits.base import Situation
 from paceline.services.rollout_gateway.engines.requests.sequence import RunningSequence
 
 
@@ -15,17 +15,7 @@ def check_arm(name: str, arms: Collection[str]) -> None:
         raise InvalidInput("unknown arm", seen=name, allowed=", ".join(arms))
 
 
-def situation_of(rows: Sequence[RunningSequence | None], *, draining: bool) -> Situation:
-    """What the bandit is told of a batch.
-
-    A request that is not ours (SGLang's own warm-up) has no facts: id -1. draining: nothing waits
-    for a slot or for its prefill.
-    """
-    facts = [
-        RowFacts(one.request.request_id, len(one.tokens), one.token_limit)
-        if one is not None
-        else RowFacts(-1, 0, 1)
-        for one in rows
-    ]
+def situation_of(rows: Sequence[RunningSequence | None]) -> Situation:
+    """The batch as the bandit takes it; None stands for a warm-up request of SGLang's own."""
     context = max((one.length for one in rows if one is not None), default=1)
-    return Situation(facts, context, draining)
+    return Situation(len(rows), context)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paceline.errors import InternalError, InvalidInput, PacelineError
 from paceline.messages import from_message, versions_from_proto
-from paceline.services.rollout_gateway.bandits.evidence import Evidence
 from paceline.services.rollout_gateway.engines.base import CommandedEngine
 from paceline.services.rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag, Withheld
 from paceline.services.rollout_gateway.engines.worker import wire
@@ -48,10 +47,6 @@ def _carry_out(
                 emit(_enqueue(engine, message))
         case "abort":
             emit(engine.abort(frozenset(command.abort.request_ids) or None))
-        case "merge_evidence":
-            merged = command.merge_evidence
-            if versions_from_proto(merged.versions) == engine.versions:
-                engine.merge_evidence(from_message(Evidence, merged.evidence))
         case "get_health":
             return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
         case "release_memory":

@@ -1,10 +1,14 @@
-"""Asks, ends and replaces a child process that scores; the gateway's end, wherever the child is."""
+"""Asks, ends and replaces a child process that scores: the gateway's end."""
 
 from __future__ import annotations
 
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
 from paceline.services.rollout_gateway.rewards.processes import pipes
-from paceline.services.rollout_gateway.rewards.processes.spawned import LOST, ChildLines, Spawn
+from paceline.services.rollout_gateway.rewards.processes.spawned import (
+    LOST,
+    LocalChild,
+    spawn_child,
+)
 
 STOPPED = "the gateway's rewards have stopped"
 
@@ -12,20 +16,20 @@ STOPPED = "the gateway's rewards have stopped"
 class ChildProcess:
     """Not reused: a restart makes another."""
 
-    def __init__(self, lines: ChildLines) -> None:
+    def __init__(self, lines: LocalChild) -> None:
         self._lines = lines
         self.loaded: set[str] = set()
         """What its user has made it load."""
 
     @classmethod
     async def start(
-        cls, spawn: Spawn, module: str, arguments: tuple[str, ...], deadline_s: float
+        cls, module: str, arguments: tuple[str, ...], deadline_s: float
     ) -> ChildProcess:
         """Spawn `python -m module` and wait until it serves.
 
         Raises ConfigError when it refuses its arguments, Unavailable, DeadlineExceeded.
         """
-        child = cls(await spawn(module, arguments))
+        child = cls(await spawn_child(module, arguments))
         answer = await child._exchange(b"", deadline_s)
         if isinstance(answer, pipes.Refused):
             await child.close()
@@ -34,7 +38,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, where it is."""
+        """Process id."""
         return self._lines.pid
 
     @property
@@ -66,8 +70,7 @@ class ChildProcess:
 class ChildPlace:
     """Where one child lives after another; one caller at a time."""
 
-    def __init__(self, spawn: Spawn, start_s: float) -> None:
-        self._spawn = spawn
+    def __init__(self, start_s: float) -> None:
         self._start_s = start_s
         self._child: ChildProcess | None = None
         self._closed = False
@@ -88,9 +91,7 @@ class ChildPlace:
             raise Unavailable(STOPPED)
         if self._child is None or self._child.ended:
             try:
-                self._child = await ChildProcess.start(
-                    self._spawn, module, arguments, self._start_s
-                )
+                self._child = await ChildProcess.start(module, arguments, self._start_s)
             except DeadlineExceeded as error:
                 raise Unavailable(
                     "a child process of the rewards did not start in time", seen=error.seen

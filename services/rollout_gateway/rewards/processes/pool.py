@@ -6,7 +6,6 @@ One request at a time per child; more wait. Decides whose fault a failure is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
 from paceline.local.patience import patient
@@ -22,7 +21,6 @@ from paceline.services.rollout_gateway.rewards.processes.pipes import (
     Rewards,
     ScoreEpisodes,
 )
-from paceline.services.rollout_gateway.rewards.processes.spawned import Spawn
 from paceline.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -37,13 +35,13 @@ LIVES = 2
 
 
 class Children:
-    """Up to a child for each of `spawns`, started when it is first needed."""
+    """Up to `count` children, each started when it is first needed."""
 
-    def __init__(self, spawns: Sequence[Spawn], deadline_s: float) -> None:
+    def __init__(self, count: int, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         # Last in, first out: one child serves as long as one is enough.
         self._free: asyncio.LifoQueue[ChildPlace] = asyncio.LifoQueue()
-        self._places = [ChildPlace(spawn, patient(START_S)) for spawn in spawns]
+        self._places = [ChildPlace(patient(START_S)) for _ in range(count)]
         for place in self._places:
             self._free.put_nowait(place)
 

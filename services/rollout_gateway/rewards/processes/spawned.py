@@ -10,8 +10,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
 from paceline.local.process_directory import process_directory
@@ -23,38 +21,8 @@ REAP_S = 5.0
 """Longest wait for the end of a process that was killed."""
 
 
-class ChildLines(Protocol):
-    """A child that answers a line with a line, on this machine or another."""
-
-    @property
-    def pid(self) -> int:
-        """Process id, where it is."""
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """Whether its end was seen."""
-        ...
-
-    async def exchange(self, line: bytes, deadline_s: float) -> bytes:
-        """Sends a line, none when empty, and returns the next one; one at a time.
-
-        A child that does not answer in time (DeadlineExceeded), ends (Unavailable), or whose caller
-        is cancelled, is killed.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Kill it, with what it started, and wait for its end."""
-        ...
-
-
-Spawn = Callable[[str, tuple[str, ...]], Awaitable[ChildLines]]
-"""Starts `python -m module` with arguments. Raises Unavailable."""
-
-
 class LocalChild:
-    """A child of this process."""
+    """A child process that answers a line with a line."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -65,16 +33,20 @@ class LocalChild:
 
     @property
     def pid(self) -> int:
-        """See ChildLines."""
+        """Process id."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """See ChildLines."""
+        """Whether the child's end was seen."""
         return self._process.returncode is not None or self._requests.is_closing()
 
     async def exchange(self, line: bytes, deadline_s: float) -> bytes:
-        """See ChildLines."""
+        """Send a line, none when empty, and return the next line; one call at a time.
+
+        A child is killed when it misses the deadline (DeadlineExceeded) or ends (Unavailable), and
+        when its caller is cancelled.
+        """
         answered = False
         try:
             async with asyncio.timeout(deadline_s):
@@ -97,7 +69,7 @@ class LocalChild:
         return answer
 
     async def close(self) -> None:
-        """See ChildLines."""
+        """Kill the child and its process group, and wait for its end."""
         self._requests.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -107,8 +79,8 @@ class LocalChild:
                 await self._process.wait()
 
 
-async def spawn_here(module: str, arguments: tuple[str, ...]) -> LocalChild:
-    """A child of this process. Raises Unavailable."""
+async def spawn_child(module: str, arguments: tuple[str, ...]) -> LocalChild:
+    """Start `python -m module` with arguments. Raises Unavailable."""
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from paceline.arm_names import OFF
-from paceline.services.rollout_gateway.bandits.base import CostSample
 from paceline.services.rollout_gateway.testing.scripted.script import ScriptedSpec
 
 
@@ -12,16 +11,6 @@ def round_cost(spec: ScriptedSpec, arm: str, batch: int) -> float:
     table = spec.costs_s.get(arm, {})
     sizes = [size for size in table if size <= batch]
     return table[max(sizes)] if sizes else spec.default_cost_s
-
-
-def cost_samples(spec: ScriptedSpec) -> list[CostSample]:
-    """The script's cost table as what an engine measures at its start; it knows no context."""
-    return [
-        CostSample(arm, batch, 1, seconds)
-        for arm, sizes in spec.costs_s.items()
-        if arm in spec.arms
-        for batch, seconds in sizes.items()
-    ]
 
 
 def drafts_of(arm: str) -> int:

@@ -21,7 +21,6 @@ from paceline.errors import WeightsError
 from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.bandits import build_bandit
 from paceline.services.rollout_gateway.bandits.base import RoundOutcome, Situation
-from paceline.services.rollout_gateway.bandits.evidence import Evidence
 from paceline.services.rollout_gateway.engines.base import RowSink
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
@@ -50,7 +49,6 @@ from paceline.services.rollout_gateway.engines.requests.memory import (
 from paceline.services.rollout_gateway.engines.requests.sequence import DrawnBy
 from paceline.services.rollout_gateway.engines.requests.versions import PreparedVersions
 from paceline.services.rollout_gateway.testing.scripted.costs import (
-    cost_samples,
     drafts_of,
     round_cost,
 )
@@ -83,7 +81,6 @@ class ScriptedEngine:
         self._sink = sink
         self._clock = clock
         self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
-        self._bandit.prime(cost_samples(spec))
         self._script = Script(spec)
         self._admission = Admission(
             spec.vocab_size, (spec.eos_token_id,), Path(spec.tokenizer), spec.max_sequence_tokens
@@ -134,7 +131,6 @@ class ScriptedEngine:
             self._busy_s,
             sum((run.sequence.speculation for run in self._running), self._ended),
             tuple(self._bandit.reports()),
-            evidence=self._bandit.snapshot(),
             split=self._split,
         )
 
@@ -176,7 +172,7 @@ class ScriptedEngine:
         if any(self._spec.fault_token in run.request.prompt for run in batch):
             raise RuntimeError("the script asks for a fault")
         rows = [run.sequence for run in batch]
-        situation = situation_of(rows, draining=not self._waiting)
+        situation = situation_of(rows)
         arm, explored = self._choose(batch, situation)
         cost = round_cost(self._spec, arm, len(batch))
         self._clock.spend(cost)
@@ -238,9 +234,6 @@ class ScriptedEngine:
     def quarantine(self, withheld: Withheld) -> None:
         """See Engine.quarantine; a script reuses nothing."""
         self._barred = frozenset(withheld.arms)
-
-    def merge_evidence(self, evidence: Evidence) -> None:
-        self._bandit.merge(evidence)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
         return self._memory.release(tags, len(self._running) + len(self._waiting))

@@ -16,7 +16,6 @@ from paceline.services.rollout_gateway.bandits.base import (
     Bandit,
     BanditSettings,
     Situation,
-    UnusedDrafts,
 )
 from paceline.services.rollout_gateway.bandits.watchdog import AcceptanceWatchdog, Pulse
 from paceline.services.rollout_gateway.bandits.window import WindowedBandit
@@ -202,22 +201,3 @@ def test_a_dead_drafter_is_tried_again_after_a_window_of_rounds() -> None:
     assert "ngram:4_1_5" not in chosen(bandit)
     tell(bandit, ("off", *EAGLE) * 10, 3.0)
     assert "ngram:4_1_5" in chosen(bandit)
-
-
-def test_a_dead_drafter_lives_when_twenty_of_its_unused_drafts_show_life() -> None:
-    bandit, batch = make(), batch_of(5)
-    settle(bandit, 5)
-    tell(bandit, ["ngram:4_1_5"] * 30, 1.0, 5)
-
-    def look(taken: int) -> None:
-        rows = range(5)
-        bandit.observe_unused(UnusedDrafts("ngram:4_1_5", batch, rows, [taken] * 5, [True] * 5))
-
-    for _ in range(8):
-        look(1)
-    for _ in range(3):
-        look(3)
-    assert "ngram:4_1_5" not in chosen(bandit, 5)
-    look(3)
-    assert "ngram:4_1_5" in chosen(bandit, 5)
-    assert "ngram:4_1_5" in chosen(bandit, 1), "the other group had not given it up"

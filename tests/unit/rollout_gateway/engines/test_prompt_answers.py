@@ -6,17 +6,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from random_models import save_random
 
-from paceline.services.rollout_gateway.bandits import COST_MODEL
-from paceline.services.rollout_gateway.bandits.base import ArmChoice, Situation
-from paceline.services.rollout_gateway.bandits.cost_model.bandit import CostModel
-from paceline.services.rollout_gateway.engines.embedded.budget import Budget
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
 from paceline.services.rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from paceline.services.rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -157,45 +152,3 @@ def test_answers_grow_old_with_the_policy_however_it_was_changed(
 def test_a_negative_number_of_versions_is_refused() -> None:
     with pytest.raises(ValidationError, match="answer_versions"):
         EmbeddedSpec.model_validate({"model_dir": "here", "answer_versions": -1})
-
-
-def test_while_the_batch_drains_the_longest_rows_drafts_weigh_most(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bandit's arm depends on the machine's pace: here it is always the n-grams'."""
-    seen: list[tuple[int, list[float]]] = []
-    prune, choose = Budget.prune, CostModel._choose
-
-    def watching(
-        self: Budget, drafts: Drafts, speculator: str, arm: str, worth: Sequence[float] = ()
-    ) -> Drafts:
-        seen.append((len(drafts.tokens), list(worth)))
-        return prune(self, drafts, speculator, arm, worth)
-
-    def drafting(self: CostModel, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        return replace(choose(self, situation, names), arm=ARM)
-
-    monkeypatch.setattr(Budget, "prune", watching)
-    monkeypatch.setattr(CostModel, "_choose", drafting)
-    engine = build(models / "old", bandit={"kind": COST_MODEL}, verify_budget=True, max_batch=3)
-    batch = [
-        Request(
-            number,
-            (5, 6, 7, 8),
-            Sampling(seed=number, max_tokens=limit, temperature=1.0, ignore_eos=True),
-        )
-        for number, limit in enumerate((12, 12, 60, 12))
-    ]
-    for one in batch:
-        engine.enqueue(one)
-    tokens, waited = Said(), 0
-    while engine.has_work:
-        tokens |= {chunk.request_id: chunk.token_ids for chunk in engine.step()}
-        waited = len(seen) if engine.load.waiting else waited
-    assert waited
-    assert not any(worth for _, worth in seen[:waited]), "a queue wants tokens, whosever"
-    draining = [worth for rows, worth in seen[waited + 1 :] if rows > 1]
-    assert draining
-    assert all(len(worth) > 1 for worth in draining)
-    assert any(max(worth) > 2 * min(worth) for worth in draining)
-    assert tokens == say(build(models / "old"), batch, "off")[0]

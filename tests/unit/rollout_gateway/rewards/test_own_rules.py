@@ -6,21 +6,18 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
-from ray_nodes import WITH_RAY
-from reward_pools import RUN, joined_slots, ray_head
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.local.patience import patient
 from paceline.services.rollout_gateway.chat.messages import Message, ToolCall
 from paceline.services.rollout_gateway.config import RewardsConfig
 from paceline.services.rollout_gateway.environments.base import Episode, EpisodeTask
-from paceline.services.rollout_gateway.rewards.processes.spawned import Spawn
 from paceline.services.rollout_gateway.rewards.rules import RewardRules
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -132,33 +129,18 @@ def own(path: Path, **settings: float) -> RewardsConfig:
     return RewardsConfig(own=classes, **settings)
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=["beside", pytest.param("cluster", marks=[WITH_RAY, pytest.mark.ray, pytest.mark.slow])],
-)
-async def spawns(request: pytest.FixtureRequest) -> AsyncIterator[Sequence[Spawn] | None]:
-    """Where children are: beside the gateway, or on a slot of a Ray cluster."""
-    if request.param == "beside":
-        yield None
-        return
-    with ray_head("1", f"{RUN}/reward") as address:
-        async with joined_slots(address, 1) as pool:
-            yield [slot.spawn for slot in pool.slots]
-
-
 @pytest_asyncio.fixture(loop_scope="module")
-async def rules(path: Path, spawns: Sequence[Spawn] | None) -> AsyncIterator[RewardRules]:
-    rules = RewardRules(own(path), spawns=spawns)
+async def rules(path: Path) -> AsyncIterator[RewardRules]:
+    rules = RewardRules(own(path))
     yield rules
     await rules.stop()
 
 
 async def impatient(
-    path: Path, name: str, text: str, spawns: Sequence[Spawn] | None, deadline_s: float
+    path: Path, name: str, text: str, deadline_s: float
 ) -> tuple[float | None, list[int]]:
     """One score under a deadline."""
-    rules = RewardRules(own(path, deadline_s=deadline_s), spawns=spawns)
+    rules = RewardRules(own(path, deadline_s=deadline_s))
     try:
         return await rules.rule(name).score(episode(text)), rules.pids
     finally:
@@ -214,12 +196,10 @@ async def test_a_rule_that_raises_leaves_the_sample_unscored_and_says_why(
     assert await rules.rule("Pid").score(episode()) == pid  # the same child goes on
 
 
-async def test_a_rule_that_hangs_is_ended_with_what_it_started(
-    path: Path, tmp_path: Path, spawns: Sequence[Spawn] | None
-) -> None:
+async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_path: Path) -> None:
     told = tmp_path / "pid"
     for deadline_s in (0.5, 5.0, 50.0):  # on a busy machine it may be ended before it has said so
-        value, pids = await impatient(path, "Hangs", str(told), spawns, deadline_s)
+        value, pids = await impatient(path, "Hangs", str(told), deadline_s)
         assert value is None
         assert pids == []
         if told.exists() and told.read_text():
@@ -291,10 +271,8 @@ async def test_children_are_spawned_when_they_are_needed_and_no_more(path: Path)
         await rule.score(episode())
 
 
-async def test_a_caller_that_goes_away_leaves_no_child_at_work(
-    path: Path, tmp_path: Path, spawns: Sequence[Spawn] | None
-) -> None:
-    rules = RewardRules(own(path), spawns=spawns)
+async def test_a_caller_that_goes_away_leaves_no_child_at_work(path: Path, tmp_path: Path) -> None:
+    rules = RewardRules(own(path))
     await rules.check("Hangs")
     os.mkfifo(told := tmp_path / "pid")
     asked = asyncio.create_task(rules.rule("Hangs").score(episode(str(told))))

@@ -23,7 +23,6 @@ from paceline.v1.coordinator_pb2 import StepRecord
 ROOT = Path(__file__).resolve().parents[4]
 NO_FIGURES = {
     "versions": "which set serves, no count: paceline.coordinator.version",
-    "evidence": "what bandits tell each other, discounted: their arms' figures leave",
     "speculation.arm_drafted_rounds": "of a step, in its record: arms.mean_accept_length leaves",
     "speculation.arm_round_tokens": "of a step, in its record: arms.mean_accept_length leaves",
     "arms.batch_group": "a label of the arms' figures",

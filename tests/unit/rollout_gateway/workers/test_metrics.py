@@ -9,7 +9,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
 from paceline.services.rollout_gateway import metrics
-from paceline.services.rollout_gateway.bandits.evidence import ArmReport
+from paceline.services.rollout_gateway.bandits.base import ArmReport
 from paceline.services.rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
 from paceline.services.rollout_gateway.engines.worker import wire
 from paceline.services.rollout_gateway.workers.generation import Generation

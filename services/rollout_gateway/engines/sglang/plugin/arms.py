@@ -92,27 +92,19 @@ class ArmChooser:
         check_arm(name, self.arms)
         self.forced = name
 
-    def choose(
-        self,
-        forced: str,
-        tracked: Sequence[Tracked | None],
-        drafter: int = 0,
-        *,
-        draining: bool = False,
-    ) -> ChosenArm:
+    def choose(self, forced: str, tracked: Sequence[Tracked | None], drafter: int = 0) -> ChosenArm:
         """The arm of the next round: `forced`, else what the requests ask for, else the bandit's.
 
-        tracked: the batch's requests, None for one that is not ours; drafter: the version that
-        drafts; draining: no request waits. While a request is in the batch whose drafter state
-        stems from an older drafter, rounds teach nothing and the bandit still chooses by what it
-        knew of that drafter: it hears of the new one with the first round that is all new.
+        tracked: the batch's requests, None for a request of SGLang's own; drafter: the serving
+        version. Rounds teach the bandit nothing while a request's drafter state stems from an older
+        version. The bandit switches to the new version in the first round without such a request.
         """
         fresh = all(one is None or one.drafter_version == drafter for one in tracked)
         if fresh and self._learned_era < self._era:
             self.bandit.renew(self._drafting, Target.DRAFTER, self._shift)
             self._learned_era = self._era
         sequences = [one.sequence if one is not None else None for one in tracked]
-        situation = situation_of(sequences, draining=draining)
+        situation = situation_of(sequences)
         name = forced or asked_arm(tracked)
         if name:
             probed = any(one is not None and one.request.probe for one in tracked)

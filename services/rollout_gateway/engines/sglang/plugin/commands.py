@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import FailedPrecondition
-from paceline.services.rollout_gateway.bandits.evidence import Evidence
 from paceline.services.rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
@@ -169,9 +168,6 @@ class SchedulerEngine:
         plugin.arms.barred = frozenset(withheld.arms)
         plugin.reuses = not withheld.reuse
         self._relabel()
-
-    def merge_evidence(self, evidence: Evidence) -> None:
-        self._plugin.arms.bandit.merge(evidence)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> int:
         """Nothing runs: SGLang would fail otherwise. Bytes: what is free on the device beyond what

@@ -297,11 +297,6 @@ class Plugin:
         return nothing_runs and not scheduler.waiting_queue and scheduler.chunked_req is None
 
     @property
-    def draining(self) -> bool:
-        """True when no request waits for a place in the batch or for the rest of its prefill."""
-        return not self.scheduler.waiting_queue and self.scheduler.chunked_req is None
-
-    @property
     def load(self) -> EngineLoad:
         """Load and statistics."""
         waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
@@ -314,7 +309,6 @@ class Plugin:
             busy_s=self._busy_s,
             speculation=stats,
             arms=tuple(self.arms.bandit.reports()),
-            evidence=self.arms.bandit.snapshot(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             rows_invalid=self.rows_invalid,
             prefixes=PrefixStats(

@@ -204,7 +204,7 @@ def _plan(plugin: Any, batch: Any) -> ChosenArm:
     arms, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
         tracked = [plugin.requests.get(req.rid) for req in batch.reqs]
-        plan = arms.choose(arms.forced, tracked, plugin.versions.drafter, draining=plugin.draining)
+        plan = arms.choose(arms.forced, tracked, plugin.versions.drafter)
     if group is not None:
         names = tuple(arms.arms)
         told = torch.tensor([names.index(plan.arm.name) if plan else -1])

@@ -1,1 +1,0 @@
-"""The cost-model bandit and what it believes: tokens, seconds, lengths."""
