@@ -197,17 +197,13 @@ class CoordinatorConfig(ServiceConfig):
     max_drafter_steps: int = Field(default=0, ge=0)
     """Optimiser steps of one activation at most; 0 for no limit."""
     activation_deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds until the drafter must train after its lease; they stretch with the load of the
-    machine.
-    """
+    """Seconds until the drafter must train after its lease, on an idle machine."""
     snapshot_entries: int = Field(default=1000, ge=1)
     """Journal entries after which the end of a step writes a snapshot: a restarted coordinator
     replays what follows it.
     """
     preempt_deadline_s: float = Field(default=4.0, gt=0)
-    """Seconds until the drafter must have given its slots back, at the machine's quiet speed; they
-    stretch with its load.
-    """
+    """Seconds until the drafter must have given its slots back, on an idle machine."""
     step_deadline_s: float = Field(default=900.0, gt=0)
     """Seconds that the rollouts, the policy step or an evaluation may take before the run fails. In
     open traffic the rollouts last until enough groups have closed.
@@ -215,9 +211,7 @@ class CoordinatorConfig(ServiceConfig):
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds after which a group is trained without the siblings that are missing."""
     service_recovery_s: float = Field(default=120.0, gt=0)
-    """Seconds that a service may be away, without progress where it answers, before the run
-    fails.
-    """
+    """Seconds that a service may be away, or answer without progress, before the run fails."""
     trackers: tuple[TrackerName, ...] = ()
     """Experiment trackers that are told of every step: tensorboard, wandb, trackio, each to be
     installed (pip install tensorboardX, wandb, trackio).

@@ -52,7 +52,7 @@ def travelling() -> dict[str, str]:
 
 
 def take_surroundings(directory: str, environment: Mapping[str, str]) -> None:
-    """Enter the directory and set the environment; variables of Ray, credentials too, are removed."""
+    """Enter the directory and set the environment, without variables and credentials of Ray."""
     os.chdir(directory)
     for name in [name for name in os.environ if name.startswith(_OF_RAY)]:
         del os.environ[name]

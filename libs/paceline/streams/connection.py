@@ -16,6 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
+from paceline.addresses import spelled
 from paceline.config.shared import RUN_ID
 from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
 from paceline.streams.outage import BACKOFF_CAP_S, OUTAGE_ERRORS, OUTAGE_S, Cancellable
@@ -88,7 +89,8 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
 def address_of(client: redis.asyncio.Redis) -> str:
     """Where a client points, without its password: for error messages."""
     settings = client.connection_pool.connection_kwargs
-    return str(settings.get("path") or f"{settings.get('host')}:{settings.get('port')}")
+    host = spelled(str(settings.get("host")))
+    return str(settings.get("path") or f"{host}:{settings.get('port')}")
 
 
 @contextmanager
