@@ -143,7 +143,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context, Track.ROLLOUTS)
         await context.send_initial_metadata(())  # the call has its turn: the next may come
-        activity, news = self._gateway.activity, self.runs.run(request)
+        activity, news = self._gateway.activity, self.runs.run(request, context.time_remaining())
         activity.begins(f"runs the tasks of step {request.context.step}")
         self._run_calls += 1  # one that takes over may begin before the last one has ended
         try:

@@ -55,6 +55,7 @@ class Job:
     sample_index: int
     worker_index: int
     settings: str  # digest of what is asked of every sample
+    silence_s: float  # seconds that an environment may go without calling the model
 
     @property
     def session_id(self) -> str:
@@ -91,10 +92,15 @@ def settings_digest(request: rpb.RunTasksRequest) -> str:
 class _SessionModel:
     """The model as one sample's environment sees it."""
 
-    def __init__(self, gateway: Gateway, job: Job, session: Session) -> None:
+    def __init__(
+        self, gateway: Gateway, job: Job, session: Session, silence: asyncio.Timeout
+    ) -> None:
+        """silence: counts while the environment waits for no answer of the model."""
         self._gateway = gateway
         self._job = job
         self._session = session
+        self._silence = silence
+        self._under_way = 0
 
     def encode(self, text: str) -> tuple[int, ...]:
         return self._gateway.codec.encode(text, self._gateway.router.ready.max_sequence_tokens)
@@ -129,9 +135,16 @@ class _SessionModel:
 
     async def _run(self, plans: Sequence[Plan]) -> Call:
         (plan,) = plans
-        return await self._gateway.call(
-            replace(plan, worker=self._job.worker_index, queue_key=None)
-        ).run()
+        plan = replace(plan, worker=self._job.worker_index, queue_key=None)
+        self._silence.reschedule(None)
+        self._under_way += 1
+        try:
+            return await self._gateway.call(plan).run()
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                now = asyncio.get_running_loop().time()
+                self._silence.reschedule(now + self._job.silence_s)
 
 
 class SampleRuns:
@@ -170,19 +183,18 @@ class SampleRuns:
         Whatever a task, its numbers or a user's environment has wrong ends that sample alone;
         faults of machines go to the caller.
         """
-        model = _SessionModel(self._gateway, job, session)
+        led = environment(job.request.environment, self._gateway.equipment)
         try:
-            return checked_episode(
-                await environment(job.request.environment, self._gateway.equipment).run(
-                    asked, model
-                )
-            )
+            async with asyncio.timeout(job.silence_s) as silence:
+                model = _SessionModel(self._gateway, job, session, silence)
+                return checked_episode(await led.run(asked, model))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if not _is_the_samples(error):
                 raise
             if not isinstance(error, PacelineError):
                 log.warning("an environment raised", task=asked.task_id, exc_info=error)
-            self._gateway.agents.finish(session, fail=FailReason.DATA, message=_told(error))
+            message = f"silent for {job.silence_s:g} s" if silence.expired() else _told(error)
+            self._gateway.agents.finish(session, fail=FailReason.DATA, message=message)
             return Episode(asked, "", "error")
 
     async def _led_by_agent(

@@ -82,9 +82,11 @@ class TaskRuns:
         self._running: dict[str, RunningSample] = {}
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
 
-    async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
+    async def run(
+        self, request: rpb.RunTasksRequest, within_s: float | None = None
+    ) -> AsyncGenerator[rpb.RunTasksResponse]:
         """Samples as they end, groups as they close, each worker's end of its share, then the
-        totals.
+        totals. within_s: seconds until the call's deadline.
 
         Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
         trajectories pile up.
@@ -107,7 +109,7 @@ class TaskRuns:
         }
         with span(names.RUN_TASKS, about) as current:
             workers = self._workers(request)
-            jobs = self._jobs(request, workers)
+            jobs = self._jobs(request, workers, self._silence_s(within_s))
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
             totals = Totals([job.worker_index for job in jobs], groups, workers, started)
@@ -164,7 +166,16 @@ class TaskRuns:
         there = self._gateway.router.members
         return [index for index in there if index in request.workers] or there
 
-    def _jobs(self, request: rpb.RunTasksRequest, workers: Sequence[int]) -> list[Job]:
+    def _silence_s(self, within_s: float | None) -> float:
+        """Seconds that an environment may do without the model: half of what the call has left, so
+        that an environment which hangs costs its sample and not the call.
+        """
+        longest = self._gateway.config.sessions.timeout_s
+        return longest if within_s is None else min(longest, within_s / 2)
+
+    def _jobs(
+        self, request: rpb.RunTasksRequest, workers: Sequence[int], silence_s: float
+    ) -> list[Job]:
         """Every sample with its worker: the same on every repeat with the same workers, and where
         it runs already on one of them, that one.
         """
@@ -173,7 +184,7 @@ class TaskRuns:
         together = self._gateway.config.siblings == "together"
         places = shares(len(request.tasks) * size, len(workers), together=together)
         jobs = [
-            Job(request, task, sample, workers[places[index * size + sample]], settings)
+            Job(request, task, sample, workers[places[index * size + sample]], settings, silence_s)
             for index, task in enumerate(request.tasks)
             for sample in range(size)
         ]

@@ -35,6 +35,8 @@ class Odd:
             raise KeyError(task.metadata["missing"] if odd == "raises" else "refused")
         if odd == "exits":
             raise SystemExit(3)
+        if odd == "hangs":
+            await asyncio.Event().wait()
         if odd == "cancels":
             raise asyncio.CancelledError
         if odd == "scores before a turn":
@@ -77,7 +79,12 @@ def own(tmp_path: Path) -> dict[str, Any]:
 
 
 async def ran(
-    served: Any, metadata: list[dict[str, str]], environment: str, reward: str, prompt: str = "1+1="
+    served: Any,
+    metadata: list[dict[str, str]],
+    environment: str,
+    reward: str,
+    prompt: str = "1+1=",
+    within_s: float = 60,
 ) -> dict[str, rpb.SampleFinished]:
     """What came of a task for each metadata, and of one without any."""
     tasks = [
@@ -101,7 +108,7 @@ async def ran(
         environment=environment,
         reward=reward,
     )
-    news = [one async for one in served.stub.RunTasks(request, timeout=patient(60))]
+    news = [one async for one in served.stub.RunTasks(request, timeout=patient(within_s))]
     finished = news[-1].finished
     samples = [one.sample for one in news if one.HasField("sample")]
     assert len(samples) == 2 * len(request.tasks) == finished.scored + finished.unscored
@@ -127,6 +134,16 @@ async def test_an_environment_that_raises_or_answers_garbage_costs_its_samples(
         assert failed(samples) == {f"t{index}" for index in range(len(odd))}
         assert samples["good"].reward.value == 1.0
         assert (await ran(served, [{"odd": "half"}], "odd", "odd"))["t0"].reward.value == 1.0
+
+
+@pytest.mark.parametrize(("sessions", "within_s"), [({"timeout_s": 0.5}, 60), ({}, 8)])
+async def test_an_environment_that_hangs_costs_its_samples_before_the_call_ends(
+    serve_gateway: Any, own: dict[str, Any], sessions: dict[str, Any], within_s: float
+) -> None:
+    async with serve_gateway(**own, sessions=sessions) as served:
+        samples = await ran(served, [{"odd": "hangs"}], "odd", "odd", within_s=within_s)
+    assert failed(samples) == {"t0"}
+    assert samples["good"].reward.value == 1.0
 
 
 async def test_a_task_that_an_environment_cannot_prepare_costs_its_samples(
