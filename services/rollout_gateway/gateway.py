@@ -84,7 +84,9 @@ class Gateway:
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
         self.codec = _codec(config)
-        self._check_model()
+        check_vocabulary(
+            self.codec.files, read_object(config.model_dir / "config.json").get("vocab_size")
+        )
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
             tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
@@ -131,13 +133,10 @@ class Gateway:
             lambda workers: self.queue.lead_to(self._room(workers)),
         )
 
-    def _check_model(self) -> None:
-        """Logs the end tokens. Raises ConfigError where the tokenizer has more tokens than the
-        model has rows.
-        """
-        model, text = self.config.model_dir, self.codec.files
-        check_vocabulary(text, read_object(model / "config.json").get("vocab_size"))
-        if ends := end_tokens(model, text):
+    def _log_end_tokens(self) -> None:
+        """Log the end tokens; a warning where the model has none."""
+        model = self.config.model_dir
+        if ends := end_tokens(model, self.codec.files):
             log.info("end tokens", tokens=[str(one) for one in ends])
         else:
             log.warning(
@@ -173,6 +172,7 @@ class Gateway:
         Raises ConfigError where code cannot be isolated as configured; "auto" is checked by the
         first run of code.
         """
+        self._log_end_tokens()
         if self.config.rewards.sandbox.isolation != "auto":
             await self.sandbox.layers()
         self.staff.take_up(self.config.worker_count)

@@ -30,7 +30,7 @@ def test_the_page_of_settings_has_every_key_once_with_its_range(tmp_path: Path) 
     assert {key for key in rows if key.startswith(shared)} == set(known) & {
         key for key in known if key.startswith(shared)
     }
-    assert rows["coordinator.sampling.temperature"][:3] == ["float", "1.0", "> 0, <= 10"]
+    assert rows["coordinator.sampling.temperature"][:3] == ["float", "1.0", ">= 1e-20, <= 10"]
     assert rows["run.seed"][:3] == ["integer", "0", ">= 0, < 2^63"]
 
 

@@ -47,10 +47,16 @@ def test_the_command_line_loads_nothing_that_its_help_does_not_need() -> None:
     assert not loaded & {*heavy, "redis", "torch", "zmq", "paceline.config", "paceline.v1"}
 
 
-def test_the_client_loads_nothing_of_the_control_plane_but_errors_and_tokens() -> None:
+def test_the_client_loads_nothing_of_the_control_plane_but_errors_addresses_and_tokens() -> None:
     loaded = loaded_by("paceline.client")
     ours = {name for name in loaded if name.startswith("paceline.")}
-    assert {name.split(".")[1] for name in ours} == {"client", "errors", "local"}
+    assert {name.split(".")[1] for name in ours} == {
+        "addresses",
+        "client",
+        "errors",
+        "local",
+        "whole_text",
+    }
     assert not loaded & {"grpc", "numpy", "psutil", "pydantic", "redis", "torch", "typer", "zmq"}
 
 

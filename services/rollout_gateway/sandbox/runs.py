@@ -87,7 +87,10 @@ class Sandbox:
         """
         checked = checked_files(files or {})
         if not all(map(is_whole, (code, stdin, *checked.values()))):
-            raise InvalidInput("a program, its input or a file of it holds half a character")
+            raise InvalidInput(
+                "a program, its input or a file of it holds half a character",
+                allowed="text that UTF-8 can spell",
+            )
         layers = await self.layers()
         async with self._slots:
             answer = await self._launch(layers, code, stdin, checked)

@@ -237,7 +237,9 @@ def test_the_probe_names_each_difference_and_refuses_a_misread_text(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = TextCodec.encode
-    monkeypatch.setattr(TextCodec, "encode", lambda codec, text: encode(codec, text + "!"))
+    monkeypatch.setattr(
+        TextCodec, "encode", lambda codec, text, *more, **named: encode(codec, text + "!")
+    )
     found = [one for one in compared(model, model) if one.verdict == "fail"]
     assert [one.check for one in found] == ["encoding"]
     assert "in transformers nothing" in found[0].seen

@@ -15,6 +15,7 @@ import textwrap
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -167,12 +168,20 @@ async def test_files_outside_are_refused(name: str) -> None:
 
 async def test_odd_texts_arrive_as_they_can() -> None:
     sandbox = Sandbox(SandboxConfig())
-    result = await sandbox.run("import sys\nprint(ascii(sys.stdin.read()))", stdin="ü\r\n\0\ud800")
-    assert result.stdout == "'\\xfc\\r\\n\\x00?'\n"
-    assert (await sandbox.run("print('\ud800')")).reason == "exit"
+    result = await sandbox.run("import sys\nprint(ascii(sys.stdin.read()))", stdin="ü\r\n\0")
+    assert result.stdout == "'\\xfc\\r\\n\\x00'\n"
     assert (await sandbox.run("x = 1\0")).exit_code == 1
     raw = await sandbox.run("import os\nos.write(1, b'\\xff\\xfe')")
     assert raw.stdout == "\ufffd\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("code", "given"),
+    [("'\ud800'", {}), ("", {"stdin": "\ud800"}), ("", {"files": {"a": "\ud800"}})],
+)
+async def test_text_that_utf_8_cannot_spell_is_refused(code: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="half a character"):
+        await Sandbox(SandboxConfig()).run(code, **given)
 
 
 async def test_a_sandbox_without_a_place_is_no_result(
