@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from paceline.arm_names import OFF
 from paceline.errors import DataLoss
+from paceline.models.reading import read_text
 from paceline.streams import decode_trajectory, run_key
 from paceline.tagged_json import from_object, to_object
 from paceline.trajectory import Trajectory
@@ -59,7 +60,7 @@ async def newest_samples(client: Redis, run_id: str, tokenizer: Path) -> list[Sh
 def _read(entries: Any, tokenizer: Path) -> list[ShownSample]:
     if not tokenizer.is_file():
         return []
-    codec = Tokenizer.from_file(str(tokenizer))
+    codec = read_text(tokenizer.parent).tokenizer()
     found: dict[str, Trajectory] = {}
     for _, fields in entries:
         if (one := _decoded(fields)) is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.local.patience import patient
 from paceline.rpc import leased, rpc_errors
 from paceline.services.coordinator.calls.base import Calls, no_event
 from paceline.services.coordinator.calls.peers import Peers
@@ -119,7 +120,8 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
         if command.drafter_epoch:
             lease = leased(config.security, config.run.id, command.step, command.drafter_epoch)
             with suppress(Unavailable, DeadlineExceeded):  # then it kills its ranks
-                await preempted(peers, PreemptRequest(context=lease), config.preempt_deadline_s)
+                deadline_s = patient(config.preempt_deadline_s)
+                await preempted(peers, PreemptRequest(context=lease), deadline_s)
         if command.policy:
             save = SavePolicyCheckpointRequest(context=calls.context(command))
             with suppress(Unavailable), rpc_errors():  # answered after the step that runs
