@@ -99,7 +99,11 @@ async def running(
     if place is not None and gateway.worker_hosts is not None:
         joins = Server(place.hosts_address, config.security)
     probe = asyncio.create_task(_compare_reading(config if place is None else None))
-    port = await _start(gateway, server, joins)
+    try:
+        port = await _start(gateway, server, joins)
+    except BaseException:
+        await cancel(probe)
+        raise
     longest = gateway.router.ready.max_sequence_tokens
     server.caps[f"/{ROLLOUT_SERVICE}/Generate"] = most_bytes(longest)
     try:

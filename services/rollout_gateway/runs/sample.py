@@ -95,11 +95,11 @@ class _SessionModel:
     def __init__(
         self, gateway: Gateway, job: Job, session: Session, silence: asyncio.Timeout
     ) -> None:
-        """silence: counts while the environment waits for no answer of the model."""
+        """silence: runs while no call of the model is under way."""
         self._gateway = gateway
         self._job = job
         self._session = session
-        self._silence = silence
+        self.silence: asyncio.Timeout | None = silence  # None: the environment has ended
         self._under_way = 0
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class _SessionModel:
     async def _run(self, plans: Sequence[Plan]) -> Call:
         (plan,) = plans
         plan = replace(plan, worker=self._job.worker_index, queue_key=None)
-        self._silence.reschedule(None)
+        self._count_silence(None)
         self._under_way += 1
         try:
             return await self._gateway.call(plan).run()
@@ -144,7 +144,11 @@ class _SessionModel:
             self._under_way -= 1
             if not self._under_way:
                 now = asyncio.get_running_loop().time()
-                self._silence.reschedule(now + self._job.silence_s)
+                self._count_silence(now + self._job.silence_s)
+
+    def _count_silence(self, until_s: float | None) -> None:
+        if self.silence is not None:
+            self.silence.reschedule(until_s)
 
 
 class SampleRuns:
@@ -187,7 +191,10 @@ class SampleRuns:
         try:
             async with asyncio.timeout(job.silence_s) as silence:
                 model = _SessionModel(self._gateway, job, session, silence)
-                return checked_episode(await led.run(asked, model))
+                try:
+                    return checked_episode(await led.run(asked, model))
+                finally:
+                    model.silence = None
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if not _is_the_samples(error):
                 raise

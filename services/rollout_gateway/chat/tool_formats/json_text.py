@@ -17,6 +17,7 @@ from paceline.services.rollout_gateway.chat.tool_formats.growing import (
     GrowingText,
     Reading,
 )
+from paceline.whole_text import is_whole
 
 DEEPEST = 100
 """Objects and arrays inside each other at most: what reads the arguments later (clients, templates)
@@ -206,8 +207,6 @@ def _name(written: str) -> str:
 
 def _sendable(text: str) -> str:
     """The text itself. Raises Deviation when UTF-8 cannot spell it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair
-        raise Deviation from error
+    if not is_whole(text):
+        raise Deviation
     return text

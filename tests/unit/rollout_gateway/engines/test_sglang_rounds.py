@@ -45,7 +45,6 @@ def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | N
         tp_group=None,
         rank=0,
         versions=VersionSet(),
-        draining=True,
         arm="off",
         requests=known,
         slot_rows=None,
