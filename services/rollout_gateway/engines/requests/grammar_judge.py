@@ -48,7 +48,7 @@ class GrammarJudge:
         try:
             process.stdin.write(json.dumps(grammar).encode() + b"\n")
             process.stdin.flush()
-            fault = self._answer(process, BUILD_DEADLINE_S)
+            fault = self._answer(process, patient(BUILD_DEADLINE_S))
         except OSError:
             fault = None
 
