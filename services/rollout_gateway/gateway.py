@@ -63,13 +63,6 @@ _SHARES = 10_000
 log = get_logger(__name__)
 
 
-def _codec(config: GatewayConfig) -> TextCodec:
-    """The tokenizer, with the end tokens of the model."""
-    directory = Path(config.tokenizer) if config.tokenizer else config.model_dir
-    ends = end_tokens(config.model_dir)
-    return TextCodec(directory, end_ids=[one.token_id for one in ends])
-
-
 class Gateway:
     """All parts of one gateway on one event loop: start, use, stop."""
 
@@ -83,7 +76,9 @@ class Gateway:
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
-        self.codec = _codec(config)
+        self._ends = end_tokens(config.model_dir)
+        directory = Path(config.tokenizer) if config.tokenizer else config.model_dir
+        self.codec = TextCodec(directory, end_ids=[one.token_id for one in self._ends])
         check_vocabulary(
             self.codec.files, read_object(config.model_dir / "config.json").get("vocab_size")
         )
@@ -135,13 +130,12 @@ class Gateway:
 
     def _log_end_tokens(self) -> None:
         """Log the end tokens; a warning where the model has none."""
-        model = self.config.model_dir
-        if ends := end_tokens(model, self.codec.files):
-            log.info("end tokens", tokens=[str(one) for one in ends])
+        if self._ends:
+            log.info("end tokens", tokens=[str(one) for one in self._ends])
         else:
             log.warning(
                 "no file of the model names an end token: answers end at max_tokens",
-                model=str(model),
+                model=str(self.config.model_dir),
             )
 
     def _room(self, workers: int) -> int:

@@ -241,8 +241,20 @@ def test_the_probe_names_each_difference_and_refuses_a_misread_text(
         TextCodec, "encode", lambda codec, text, *more, **named: encode(codec, text + "!")
     )
     found = [one for one in compared(model, model) if one.verdict == "fail"]
-    assert [one.check for one in found] == ["encoding"]
+    assert [one.check for one in found] == ["encoding", "chat", "chat with tools"]
     assert "in transformers nothing" in found[0].seen
+
+
+def test_the_probe_refuses_other_tokens_of_a_chat_than_transformers_has(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = TextCodec.encode_chat
+    monkeypatch.setattr(
+        TextCodec, "encode_chat", lambda codec, *given: (*encode(codec, *given)[1:], 5)
+    )
+    found = [one for one in compared(family, family) if one.verdict == "fail"]
+    assert [one.check for one in found] == ["chat", "chat with tools"]
+    assert "at token 0" in found[0].seen
 
 
 def test_a_malformed_tokenizer_is_a_wrong_setting(tmp_path: Path) -> None:
