@@ -1,4 +1,6 @@
-"""Decides which addresses stay on this machine and pass no proxy, and spells its loopback address."""
+"""Decides which addresses stay on this machine and pass no proxy, and spells its loopback
+address.
+"""
 
 from __future__ import annotations
 
