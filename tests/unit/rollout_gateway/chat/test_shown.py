@@ -16,12 +16,12 @@ from chat_models import (
     PLAIN,
     THINKING,
     ChatModel,
-    byte_level,
     codec_of,
     vocab_size,
 )
 from dialogue_engine import Desk, Saying, sampling
 from session_turns import session
+from tokenizer_families import byte_level
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.calls.planner import Asked
