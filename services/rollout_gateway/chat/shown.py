@@ -130,7 +130,8 @@ class ShownTools:
         key = part, role, bool(tools)
         if key not in self._read:
             plain = _RESULTS[0] if role == "tool" else Message(role, "Hello")
-            begun = (*_BEFORE[role], replace(plain, **{part: _PART}))
+            given: dict[str, Any] = {part: _PART}
+            begun = (*_BEFORE[role], replace(plain, **given))
             text = self._rendered(tools, begun, (*begun, _USER))
             self._read[key] = not text or _PART in text
         return self._read[key]

@@ -50,7 +50,6 @@ from paceline.services.rollout_gateway.chat.messages import (
 )
 from paceline.services.rollout_gateway.engines.sampling import (
     BIAS,
-    INT_LIMIT,
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_STOP_TOKENS,
