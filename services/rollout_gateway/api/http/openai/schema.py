@@ -54,6 +54,7 @@ from paceline.services.rollout_gateway.engines.sampling import (
     MAX_BIASED_TOKENS,
     MAX_STOP_TOKENS,
 )
+from paceline.trajectory import INT_LIMIT
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
