@@ -14,7 +14,7 @@ from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.settings import Precision
-from paceline.trajectory import LEAST_TEMPERATURE
+from paceline.trajectory import TEMPERATURE
 
 
 class SpeculationConfig(Config):
@@ -63,7 +63,7 @@ class SessionsConfig(Config):
     """What a session to be trained does with sampling that cannot be trained (top_p below 1, a
     penalty ...): refuse the request, or draw with the run's own sampling and say so in a header.
     """
-    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=10)
+    temperature: float = Field(default=1.0, ge=TEMPERATURE.low, le=TEMPERATURE.high)
     """The temperature that such a session draws with, outside the tasks of a run, which have
     theirs.
     """
