@@ -37,7 +37,7 @@ from paceline.rpc.progress import ask_progress
 Row = dict[str, Any]
 
 ROOM_S = 10.0
-KILLED, STEPS = 4, 5  # the step of the kill, and how many the run has
+KILLED, STEPS = 3, 4  # the step of the kill, and how many the run has
 _DOING, _LOOK_S, _WAIT_S = "doing", 0.1, 240.0
 _MARK = "PACELINE_RECOVERY_RUN"
 _MODULE = PARTS["policy rank"][1]

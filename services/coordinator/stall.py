@@ -7,6 +7,7 @@ import time
 
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
+from paceline.local.patience import patient
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.machine import events
@@ -123,10 +124,11 @@ class StallWatch:
         self._alarm = self._culprit = ""
 
     async def _asked(self, service: Service) -> list[Part]:
+        connection, answer_s = self._calls.peers.channels[service], patient(ASK_S)
         try:
-            parts = list((await ask_progress(self._calls.peers.channels[service])).parts)
+            parts = list((await ask_progress(connection, answer_s)).parts)
         except DeadlineExceeded:
-            parts = [Part(name=service, trouble=f"does not answer within {ASK_S:g} s")]
+            parts = [Part(name=service, trouble=f"does not answer within {answer_s:.0f} s")]
         except PacelineError as error:
             parts = [Part(name=service, trouble=f"does not answer: {error.message}")]
         if (absence := self._calls.absent.get(service)) is not None:
