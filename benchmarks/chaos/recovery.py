@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from benchmarks.options import above_zero, not_negative
 from benchmarks.processes import running
 from benchmarks.result import BenchResult, Goal, at_least, at_most, say
 from paceline.config import SecurityConfig
-from paceline.errors import PacelineError
+from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.patience import VARIABLE, patient
 from paceline.local.ports import free_port
 from paceline.rpc import channel
@@ -87,14 +88,14 @@ class Run:
             env=environment,
             start_new_session=True,
         )
-        following = [asyncio.create_task(one) for one in (self._read(process), self._look())]
         try:
-            yield process
+            async with asyncio.TaskGroup() as group:
+                following = [group.create_task(one) for one in (self._read(process), self._look())]
+                yield process
+                for task in following:
+                    task.cancel()
         finally:
             await end_run(process, _MARK, str(self.place))
-            for task in following:
-                task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -109,7 +110,7 @@ class Run:
                 await asyncio.sleep(_LOOK_S)
                 try:
                     parts = (await ask_progress(connection)).parts
-                except PacelineError:  # the trainer starts, ends or is late
+                except (Unavailable, DeadlineExceeded):  # the trainer starts, ends or is late
                     continue
                 if (doing := parts[-1].doing) != last:
                     last = doing
@@ -198,6 +199,7 @@ async def _run(options: argparse.Namespace) -> int:
     assert working is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     rows: list[Row] = []
+    os.environ.setdefault(SecurityConfig().token_env, secrets.token_hex())  # of runs and looks
     for number in range(options.runs):
         with tempfile.TemporaryDirectory(prefix="recover-") as place:
             rows.append({"run": number, **await recover(Path(place), options.model, options.busy)})

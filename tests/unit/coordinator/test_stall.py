@@ -38,7 +38,7 @@ COMMITS = State(phase=Phase.RUNNING, learner=LearnerTrack(Phase.COMMIT))
 RESTS = State(phase=Phase.PAUSED, paused=True)
 BEGAN = events.StepBegan(0.0, 0)
 GATEWAY, POLICY = Service.GATEWAY, Service.POLICY_TRAINER
-AT_ONCE_S = 1e-6
+AT_ONCE_S = 1e-9
 """Any time without progress is too long."""
 
 
@@ -128,3 +128,11 @@ async def test_a_service_that_answers_late_on_a_busy_machine_gets_on(
     assert bool(progress.parts[2].trouble) == alarms
     await peers.close()
     await server.stop(0.0)
+
+
+@pytest.mark.parametrize(("patience", "alarms"), [("1", True), ("1e12", False)])
+async def test_a_run_may_stand_still_for_longer_on_a_busy_machine(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, patience: str, alarms: bool
+) -> None:
+    monkeypatch.setenv(VARIABLE, patience)
+    assert bool((await watched.told(BEGAN, ROLLS_OUT)).alarm) == alarms
