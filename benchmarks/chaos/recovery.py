@@ -64,7 +64,7 @@ class Run:
     """A run in a folder whose path is short enough for sockets, and what it prints and does."""
 
     def __init__(self, place: Path, model: Path) -> None:
-        self.place, self._happenings = place, Happenings()
+        self.place, self.happenings = place, Happenings()
         self._address = f"127.0.0.1:{free_port()}"
         models = {f"{one}.model": model for one in ("gateway", "policy_trainer", "drafter_trainer")}
         files = {"run.dir": place / "run", "coordinator.tasks_path": place / "tasks.jsonl"}
@@ -100,7 +100,7 @@ class Run:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
-            self._happenings.tell(CONSOLE, line.decode(errors="replace").rstrip())
+            self.happenings.tell(CONSOLE, line.decode(errors="replace").rstrip())
 
     async def _look(self) -> None:
         """Looks at the work of the rank, for ever."""
@@ -114,7 +114,7 @@ class Run:
                     continue
                 if (doing := parts[-1].doing) != last:
                     last = doing
-                    self._happenings.tell(_DOING, doing)
+                    self.happenings.tell(_DOING, doing)
 
     async def seen(self, what: str, text: str, since_s: float = 0.0) -> float:
         """When a console line, or the work of the rank, had this text first."""
@@ -122,7 +122,7 @@ class Run:
         def matches(one: Happening) -> bool:
             return one.what == what and text in one.detail
 
-        found = await self._happenings.first(matches, since_s, patient(_WAIT_S), text)
+        found = await self.happenings.first(matches, since_s, patient(_WAIT_S), text)
         say(found.detail)
         return found.at_s
 
@@ -130,14 +130,14 @@ class Run:
         """Seconds within this time in which the rank trained steps again."""
         begins = [
             one.at_s
-            for one in self._happenings.since(from_s)
+            for one in self.happenings.since(from_s)
             if one.what == _DOING and one.at_s < to_s and "what the updates of step" in one.detail
         ]
         return to_s - begins[0] if begins else 0.0
 
     def alarms(self) -> list[str]:
         """Console lines that report a fault, without those that report the kill."""
-        lines = (one.detail for one in self._happenings.since(0.0) if one.what == CONSOLE)
+        lines = (one.detail for one in self.happenings.since(0.0) if one.what == CONSOLE)
         return [one for one in lines if _ALARM.match(one) and not _KILL.search(one)]
 
     def errors(self) -> list[str]:
@@ -183,7 +183,8 @@ async def recover(place: Path, model: Path, busy: int) -> Row:
     return {**rounded, "load average": round(load, 1), "status": status, **wrong}
 
 
-def _goals(rows: Sequence[Row]) -> list[Goal]:
+def judge_recoveries(rows: Sequence[Row]) -> list[Goal]:
+    """The goals of all runs."""
     beyond = max(row["recovery s"] - row["load s"] - row["step s"] for row in rows)
     counts = ((name, sum(len(row[name]) for row in rows)) for name in ("alarms", "errors"))
     ended = sum(row["status"] == 0 for row in rows)
@@ -204,7 +205,7 @@ async def _run(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="recover-") as place:
             rows.append({"run": number, **await recover(Path(place), options.model, options.busy)})
     title = f"a killed policy rank beside {options.busy} busy processes"
-    result = BenchResult(title, rows, _goals(rows))
+    result = BenchResult(title, rows, judge_recoveries(rows))
     result.print()
     result.write_json(options.out)
     return 0 if all(goal.met for goal in result.goals) else 1
