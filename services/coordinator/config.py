@@ -217,8 +217,8 @@ class CoordinatorConfig(ServiceConfig):
     installed (pip install tensorboardX, wandb, trackio).
     """
     stall_alarm_s: float = Field(default=30.0, ge=0)
-    """Seconds without progress, while work remains, after which console, log and a metric say who
-    waits for whom; 0: never.
+    """Seconds without progress, while work remains, after which console, log and a metric show the
+    services that wait for each other. The machine's load stretches them; 0: never.
     """
     evaluation: EvaluationConfig = EvaluationConfig()
     rollback_drop: float = Field(default=0.3, ge=0)
