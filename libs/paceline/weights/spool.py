@@ -105,7 +105,8 @@ class Spool:
     def damaged(self) -> frozenset[Part]:
         """Parts of the serving set that the last check found damaged or gone."""
         serving = self.serving
-        return frozenset(part for part in self._damaged if serving and named(part, [serving]))
+        found = tuple(self._damaged)  # checks in other threads add to the set
+        return frozenset(part for part in found if serving and named(part, [serving]))
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; NotFound when it is not here."""
