@@ -104,9 +104,9 @@ class Spool:
     @property
     def damaged(self) -> frozenset[Part]:
         """Parts of the serving set that the last check found damaged or gone."""
-        serving = self.serving
-        found = tuple(self._damaged)  # checks in other threads add to the set
-        return frozenset(part for part in found if serving and named(part, [serving]))
+        # a copy: checks in other threads change the set
+        serving, damaged = self.serving, tuple(self._damaged)
+        return frozenset(part for part in damaged if serving and named(part, [serving]))
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; NotFound when it is not here."""

@@ -86,15 +86,11 @@ class ShardedDrafter:
                 found[f"gradient/{name}"] = parameter.grad
         return {key: local_of(value) for key, value in found.items()}
 
-    def _numbers(self) -> dict[str, Tensor]:
+    def numbers(self) -> dict[str, Tensor]:
         """The same, wherever the numbers are now; not to be written to."""
         if self._aside is not None:
             return {key: aside.copy for key, aside in self._aside.items()}
         return {key: value.detach() for key, value in self.local().items()}
-
-    def local_on_cpu(self) -> dict[str, Tensor]:
-        """The same on the CPU; live where they are there, and not to be written to."""
-        return {key: value.cpu() for key, value in self._numbers().items()}
 
     def zero_gradients(self) -> None:
         """Gives every parameter a gradient of zeros."""
@@ -117,7 +113,7 @@ class ShardedDrafter:
         """Copies on the CPU, sharded as they are here: "model" and "average" by name, "optimizer"
         with "state" by name.
         """
-        numbers, mesh = self._numbers(), self.members.cpu_mesh
+        numbers, mesh = self.numbers(), self.members.cpu_mesh
 
         def copy(like: Tensor, key: str) -> Tensor:
             return copy_on_cpu(like, mesh, numbers=lambda _: numbers[key])
@@ -186,7 +182,7 @@ def move(
     `whole` is the drafter unsharded, for its shapes; `sizes` are the members before and after;
     `gradients` says whether a partial gradient is to be carried.
     """
-    source = old.local_on_cpu() if old else {}
+    source = {key: value.cpu() for key, value in old.numbers().items()} if old else {}
     if old and gradients:
         for name in old.parameters:
             source.setdefault(f"gradient/{name}", torch.zeros_like(source[f"model/{name}"]))

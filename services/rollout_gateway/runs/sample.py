@@ -145,8 +145,7 @@ class _SessionModel:
         finally:
             self._under_way -= 1
             if not self._under_way:
-                now = asyncio.get_running_loop().time()
-                self._count_silence(now + self._job.silence_s)
+                self._count_silence(asyncio.get_running_loop().time() + self._job.silence_s)
 
     def _count_silence(self, until_s: float | None) -> None:
         if self.silence is not None:

@@ -226,8 +226,7 @@ class Router:
 
     async def equip(self, seat: Seat, process: WorkerProcess) -> None:
         """See Routing. Orders that come meanwhile reach the worker, too."""
-        given: object = None
-        away = False
+        given, away = object(), False
         while given != (now := (self.orders(), seat.lent)):
             given = now
             if self.on_ready is not None:
