@@ -43,13 +43,12 @@ from paceline.training.checkpoints import (
     read_checkpoint,
     read_whole,
 )
-from paceline.training.process import join_ranks
+from paceline.training.process import COLLECTIVE_S, join_ranks
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
 HEAD_DEADLINE_S = 20.0
 JOIN_DEADLINE_S = 20.0
-COLLECTIVE_S = 120.0
 
 log = telemetry.get_logger("paceline.services.drafter_trainer.rank")
 
@@ -196,6 +195,8 @@ class Rank:
             match told:
                 case "stop":
                     return
+                case "wait":
+                    continue
                 case "snapshot":
                     learner.snapshot()
                 case "again":
@@ -293,8 +294,7 @@ def main() -> None:
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)
-    collective_s = patient(COLLECTIVE_S)
-    join_ranks(config.device, collective_s, threads=config.threads_per_rank, seed=config.run.seed)
+    join_ranks(config.device, COLLECTIVE_S, threads=config.threads_per_rank, seed=config.run.seed)
     rank = Rank(config, link)
     signal.signal(signal.SIGTERM, lambda *_: setattr(rank.link, "stopping", True))
     link.ready()
