@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Impaired, Save, Saved
+from paceline.ranks.messages import Doing, Impaired, Save, Saved
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
@@ -122,7 +122,7 @@ class Rank:
                         self._leave()
                 case Save(command_id):
                     number = self.save(always=True)
-                    self._writer.wait()
+                    self._writer.wait(lambda: self.link.send(Doing("writes a checkpoint")))
                     if self.rank == 0:
                         path = self._writer.path(number) / SPECULATOR
                         self.link.send(Saved(command_id, str(path), self.learner.total_steps))

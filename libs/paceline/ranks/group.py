@@ -102,6 +102,7 @@ class RankGroup:
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
         self._folder = ""
+        self._sending: set[asyncio.Future[None]] = set()
         self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
         self._clock = WorkClock(lambda: self.pids)
         self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
@@ -160,7 +161,16 @@ class RankGroup:
             raise
 
     async def send(self, message: bytes) -> None:
-        """Send one message to every rank. Raises RankLost when one is gone."""
+        """Send one message to every rank, also where the caller is cancelled meanwhile: ranks that
+        meet in collectives need the same messages. Raises RankLost when one is gone, or takes no
+        messages: all are killed then.
+        """
+        sending = asyncio.ensure_future(self._send(message))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+        await asyncio.shield(sending)
+
+    async def _send(self, message: bytes) -> None:
         for rank in self._ranks:
             self._raise_if_lost()
             try:
@@ -169,7 +179,8 @@ class RankGroup:
             except zmq.ZMQError as error:
                 raise RankLost(f"rank {rank} of {self._name} is not connected") from error
             except TimeoutError as error:
-                raise DeadlineExceeded(
+                self.kill()
+                raise RankLost(
                     f"rank {rank} of {self._name} takes no messages for {_SEND_S} s and more"
                 ) from error
 
