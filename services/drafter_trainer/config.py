@@ -114,8 +114,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """Tokens of a micro-batch at most."""
     max_epochs: float = Field(default=10, gt=0)
     """Passes over the buffer in one activation at most."""
-    push_deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds that a push of a drafter may take."""
     data_wait_s: float = Field(default=2.0, ge=0)
     """Seconds after which an activation without rows ends."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)
