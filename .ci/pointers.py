@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 READ = (".py", ".md", ".toml", ".proto")
-POINTER = re.compile(r"(?<![\w./*<{$-])((?:[\w.-]+/)*[\w-]+\.(?:py|proto|md|toml))(?![\w*(])")
+POINTER = re.compile(
+    r"(?<![\w./*<{$-])(?:\.\./)*((?:[\w.-]+/)*[\w-]+\.(?:py|proto|md|toml))(?![\w*(])"
+)
 OTHERS = re.compile(r"DESIGN\b")
 EXCEPTIONS = {
     "file.py": "stands for a user's file",

@@ -32,7 +32,8 @@ from markdown_it import MarkdownIt
 from paceline.local.patience import patient
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!R]*.md"))]
+"""README and the pages of docs/; the index docs/README.md has no code."""
 MARK = re.compile(
     r"<!-- (?P<how>file|background until|run by|computed by|planned|not run): (?P<what>\S.*?) -->",
     re.DOTALL,
