@@ -61,7 +61,7 @@ NUMBERS = TextForm(
     lambda text: {name: float(number) for name, number in dict(json.loads(text)).items()},
 )
 WAYS = TextForm(
-    "JSON list of lists: arm, numbers, and of the flags `reused` and `stale` those that are set",
+    "JSON list of lists: arm, number format, and the set flags among `reused` and `stale`",
     lambda ways: json.dumps([_written_way(*way) for way in ways], separators=(",", ":")),
     lambda text: [_read_way(*way) for way in json.loads(text)],
 )
@@ -167,20 +167,22 @@ TRAJECTORIES = EntryLayout(
         HeaderField(
             "branch_count", WHOLE, "branches of the session that are trained", "branch_count"
         ),
-        HeaderField("step", WHOLE, "RL step whose tasks it answers", "step"),
+        HeaderField("step", WHOLE, "RL step of the task", "step"),
         HeaderField("task", TEXT, "task", "task_id"),
         HeaderField("group", TEXT, "group of siblings", "group_id"),
-        HeaderField("group_size", WHOLE, "siblings that the group waits for", "group_size"),
+        HeaderField("group_size", WHOLE, "number of siblings in the group", "group_size"),
         HeaderField("task_index", WHOLE, "position of the task in its step", "task_index"),
         HeaderField("sample_index", WHOLE, "position among the siblings", "sample_index"),
         HeaderField("reward", PERHAPS, "reward; empty is not 0", "reward"),
-        HeaderField("reward_parts", NUMBERS, "what each rule of a mixture gave", "reward_parts"),
+        HeaderField(
+            "reward_parts", NUMBERS, "unweighted reward of each rule of a mixture", "reward_parts"
+        ),
         HeaderField("seed", WHOLE, "seed of the request", "seed"),
         HeaderField("temperature", NUMBER, "temperature of the draws", "temperature"),
         HeaderField("finish_reason", TEXT, "`stop` or `length`", "finish_reason"),
         HeaderField("policy_version", WHOLE, "newest policy version among the tokens"),
         HeaderField("speculation", COUNTERS, "counters of draft and acceptance", "speculation"),
-        HeaderField("ways", WAYS, "how tokens were drawn: each way once"),
+        HeaderField("ways", WAYS, "distinct ways in which tokens were drawn"),
         HeaderField("crc32", WHOLE, "CRC-32 of the payload"),
         _TRACE,
     ),
@@ -190,7 +192,7 @@ TRAJECTORIES = EntryLayout(
             "loss_mask",
             "U8",
             ("T",),
-            "1 where the policy generated the token, and 2 more where it was an accepted draft",
+            "1 if the policy generated the token, plus 2 if it was an accepted draft",
         ),
         PayloadTensor(
             "behavior_logprobs", "F32", ("T",), "log-prob of the draw; 0 where the mask is 0"
