@@ -95,7 +95,7 @@ def _assumed(gpu: Hardware, work: StepWork) -> Iterator[str]:
     yield from ("", "Assumed:", "")
     yield f"- A GPU of {gpu.memory >> 30} GiB (H100 SXM); the engine takes {gpu.pool:.0%} of it."
     yield f"- {gpu.flops / 1e12:.0f} TFLOPS in bfloat16, with a utilisation of {gpu.computed:.0%}."
-    yield f"- {gpu.read_bytes_s / 1e12:.2f} TB/s of memory bandwidth, with a utilisation of {gpu.read:.0%}."
+    yield f"- {gpu.read_bytes_s / 1e12:.2f} TB/s of memory, with a utilisation of {gpu.read:.0%}."
     yield "- Hosts of 8 GPUs with 100 Gbit/s in each direction."
     yield f"- {work.samples} samples per GPU and step: prompts of {work.prompt} tokens,"
     yield f"  responses of {work.response:,} tokens in the mean and {work.longest:,} at most."

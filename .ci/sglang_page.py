@@ -90,13 +90,13 @@ conversation; the router sends each key to one gateway.
 Limits:
 
 - The router passes completions, chat and responses, streams included. It has no paths for
-  `/v1/sessions`, `/v1/messages` and `/tokenize`. An agent with a session calls its gateway directly.
+  `/v1/sessions`, `/v1/messages` and `/tokenize`. An agent with a session calls its gateway.
 - A conversation without a session key belongs to one gateway. With another policy than `manual`,
   or without the header, its turns become sessions of several gateways.
 - The router rewrites requests. It drops unknown fields of a chat silently (`return_token_ids`,
   `user`) and refuses a prompt of token ids. Callers that need these call a gateway directly.
-- Callers' keys pass through. Give the router no `--api-key`: it would add its own key, and a request
-  with two keys is refused.
+- Callers' keys pass through. Give the router no `--api-key`: it would add its own key, and the
+  gateway refuses a request with two keys.
 - A gateway with TLS registers as https. The router then needs its authority (`--ca-cert-paths`).
   This was not tried.
 - Samples of a run (`RunTasks`), weights and commands use gRPC between the services. They never pass
@@ -111,11 +111,11 @@ Limits:
 PROFILE = """
 ## A policy in int8
 
-`gateway.engine.sglang.profile = "int8_w8a8"` needs `engine.dtype = "bfloat16"` and the extra `int8`.
-It stores the decoder layers' matrices in int8 with one scale per row, and rounds activations per
-token. This is SGLang's method `w8a8_int8`. The start policy and every version are rounded while they
-are loaded into the serving storage, by the embedded engine's rounding function. Every version set
-has the profile as its third member
+The profile `gateway.engine.sglang.profile = "int8_w8a8"` needs `engine.dtype = "bfloat16"` and the
+extra `int8`. It stores the decoder layers' matrices in int8 with one scale per row, and rounds
+activations per token. This is SGLang's method `w8a8_int8`. The embedded engine's rounding function
+rounds the start policy and every version during the load into the serving storage. Every version
+set has the profile as its third member
 ([ADR 70](adr/0070-weights-are-updated-in-place-by-profile.md)). Like every profile, it requires a
 `policy_trainer.algorithm.correction`.
 
@@ -139,8 +139,8 @@ def sglang_page() -> str:
         "`SGLANG=RELEASE` selects another release. `constraints.txt` pins the torch and",
         "transformers of the first release. With them, the tests passed over each release on CPU.",
         "",
-        "The plugin hooks these functions below `sglang.srt`. A test compares their parameters with",
-        "the installed release.",
+        "The plugin hooks these functions below `sglang.srt`. A test compares their parameters",
+        "with the installed release.",
         *("", "| function | kind | hook | its parameters |", "|---|---|---|---|"),
         *map(row, HOOK_POINTS),
         *LAYOUTS.rstrip().split("\n"),
