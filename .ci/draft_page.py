@@ -13,21 +13,21 @@ REQUESTS = (1, 16, 64, 256)
 WORDS = """
 ## Drafts, and a drafter that learns in idle time
 
-This section estimates the gain of co-training on GPUs, where reading the weights dominates a round.
-It puts the demo's acceptance lengths into the formulas above. It assumes, without evidence, that a
-drafter predicts a large model equally well.
+What co-training would bring where weights are read from memory, which a core with 64 rows cannot
+show: the demo's acceptance lengths, put into the sums above. That another model's answers can be
+foreseen as well is assumed, not known.
 
-- Acceptance: a chain of K drafts gives E = 1 + a + ... + a^K tokens per round. `a` is the
-  acceptance of a draft after accepted drafts, derived from the demo's measured E.
-- One draft: a dense layer of the policy's shape, the 2 hidden x hidden weights that join a state
-  and a token, and the head. It takes the longer of one read and one product per request.
-- Speed: a round verifies K + 1 tokens per request. The speed is E times a round without drafts,
-  over K drafts and a round with drafts, at the best measured K.
-- Rollout: the longer of the tail and the full batches, each at its speed. Step: the rollout and the
-  policy step in turn, on the same GPUs.
-- Idle: the co-trained rollout less a worker's full batches. An optimiser step of the drafter takes
-  6 operations per token and trained weight, 4 per weight of the head, and Muon's iterations, with
-  7.4 tokens per hidden unit in a batch.
+- A chain of K drafts, each right in a share `a` where those before are, gives E = 1 + a + ... + a^K
+  tokens a round. `a` follows from the demo's measured E.
+- One draft: a dense layer of the policy's shape, the 2 hidden x hidden that join a state and a
+  token, and the head; read once, or multiplied with every request, whatever is longer. A round
+  verifies K + 1 tokens of each request. Speed is E times a round without drafts over K drafts and a
+  round with them, at the best K of those that were measured.
+- Rollout: the longest response alone, or full batches, each at its speed. Step: that and the policy
+  step in turn, on the same GPUs.
+- Idle: what a worker's share in full batches leaves of the co-trained rollout. An optimiser step of
+  the drafter: 6 operations a token for each weight that it learns, 4 for each of the head, and
+  Muon's iterations, in batches of 7.4 tokens for each hidden unit.
 """
 
 
@@ -43,19 +43,15 @@ def drafts() -> Iterator[str]:
         ),
     )
     plans = [DraftPlan(ScalePlan(model, GPUS[-1])) for model in MODELS]
-    yield from (
-        "",
-        "Tokens/s of a worker over a worker without drafts, by concurrent requests:",
-        "",
-    )
+    yield from ("", "Tokens/s of a worker, over one without drafts, by its requests at once:", "")
     columns = [f"{arm}, {requests}" for requests in REQUESTS for arm in MEASURED]
     yield from table(("model", *columns), map(_speeds, plans))
     yield from ("", f"Whole steps on {GPUS[-1]:,} GPUs:", "")
     yield from table(("model", *STEP), map(_step, plans))
     yield f"""
-`back`: RL steps until {RECOVERY_STEPS} optimiser steps. The demo's drafter needed as many after a
-change of tasks to reach 95% of its former acceptance. `products`: their share of an optimiser step;
-Muon takes the rest."""
+`back`: RL steps until as many optimiser steps have been made, {RECOVERY_STEPS}, as the demo's
+drafter needed to be back at 95% of its acceptance when the tasks changed. `products`: their share
+of an optimiser step, the rest of which is Muon's."""
 
 
 STEP = (

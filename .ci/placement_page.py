@@ -13,10 +13,10 @@ PLACES: Sequence[tuple[str, str, Sequence[str], str]] = (
     (
         "Colocated, 8 GPUs",
         """
-Rollouts and learner take turns on all GPUs. A GPU must hold the service with the current turn and
-the idle memory of the other services. With `memory_saver` the engine keeps nothing. The policy
-keeps its shards. The drafter trains on the GPUs of finished workers while the other workers decode
-stragglers.
+Rollouts and learner take turns on all GPUs. A GPU has to hold whoever has its turn, and what the
+others leave there: with `memory_saver` the engine leaves nothing, and the policy leaves its
+shards. The drafter trains on the GPUs of workers that have ended their share while others decode
+their stragglers.
 """,
         [EXAMPLE],
         "8x80",
@@ -24,9 +24,9 @@ stragglers.
     (
         "Disaggregated, 8 GPUs",
         """
-Four GPUs generate and four train, at the same time. Tokens are up to two versions old. The policy's
-shards are twice as large, and it has its GPUs for itself. On the workers' GPUs, `memory_fraction`
-may rise to the limit of the engine's turn.
+Four GPUs roll out and four train, at the same time; tokens are up to two versions old. The
+policy's shards are twice as large, and nobody else is on its GPUs; on those of the workers
+`memory_fraction` may rise as far as the engine's turn allows.
 """,
         [EXAMPLE, APART],
         "8x80",
@@ -34,8 +34,8 @@ may rise to the limit of the engine's turn.
     (
         "Colocated, 64 GPUs",
         """
-Every GPU has a rank of the policy. Shards are an eighth as large; gathered weights and activations
-are the same. All machines change turns together.
+A rank of the policy on every GPU: its shards are an eighth; what it gathers and its activations
+are the same. All machines go from one turn to the next together.
 """,
         [EXAMPLE, LARGE],
         "64x80",
@@ -43,7 +43,7 @@ are the same. All machines change turns together.
     (
         "Disaggregated, 64 GPUs",
         """
-Two machines train and six generate.
+Two machines train and six roll out.
 """,
         [EXAMPLE, LARGE_APART],
         "64x80",
@@ -53,22 +53,24 @@ HEAD = """# Where services compute
 
 Written by `make docs` from the code.
 
-A slot is a GPU. `coordinator.placement` sets whether the policy trainer has its own slots:
+A slot is a GPU. `coordinator.placement` says whether the policy trainer has slots of its own:
 
 | | `colocated` | `disaggregated` |
 |---|---|---|
-| slots of the policy | lent by the workers | `learner_slots` of its own |
+| slots of the policy | those of workers, which lend them | `learner_slots` beside theirs |
 | schedule | any; a step suspends rollouts | any; with `sync` one side always waits |
 | age of tokens | 0 in `sync` | up to `max_policy_lag` |
-| GPU memory | that of the largest turn | that of the larger side |
-| suits | on-policy steps, few GPUs | rollouts and training that would wait for each other |
+| GPU memory | the largest turn | the larger of two sides |
+| right where | steps have to be on-policy, or GPUs are few | GPUs would wait for a side |
 
-Disaggregated settings are files to add to a run's own settings. The plans below are for Qwen2.5-7B
-on GPUs of 80 GiB, on one and on eight machines. They are computed from the model's shape and were
-not measured on GPUs. `examples/ray/README.md` starts such runs on several machines."""
+Settings of the second kind are files to lay over a run's own. Qwen2.5-7B on GPUs of 80 GiB in
+both ways, on one machine and on eight; what each takes is computed from the model's shape, and
+nothing of it was measured on GPUs yet. `examples/ray/README.md` starts such
+runs on several machines."""
 TAIL = """
-`--gpus` plans for GPUs that this machine lacks. A run is refused before its start if workers and
-learner need more GPUs than available, or if the largest turn does not fit."""
+`--gpus` plans for GPUs that this machine does not have. A run whose workers and learner want
+more GPUs than there are is refused before anything starts, and so is one whose largest turn does
+not fit."""
 
 
 def placement_page() -> str:

@@ -16,53 +16,55 @@ STANDING = """
 # At scale
 
 Written by `make docs` from `scale_plan.py`, `draft_plan.py` and `push_tree.py` of
-`libs/paceline/local`. The page computes memory, bytes and seconds of runs with 8, 64 and 1,024
-GPUs, for policies of 7B, 32B and 235B-A22B (235 billion weights, 22 billion active per token).
+`libs/paceline/local`: what a run of 8, 64 or 1,024 GPUs keeps, moves and waits for, with policies
+of 7B, 32B and 235B-A22B (of 235 billion weights a token is multiplied with 22).
 
-## Origin of the figures
+## What was run, what simulated, what only computed
 
-- Run: whole runs on one machine with 2 cores or one GPU ([benchmarks](benchmarks.md)), and on Ray
-  clusters with several nodes on one machine. No run had a second machine, a second GPU or a policy
-  of billions of weights.
-- Run with simulated events: the coordinator with 8 to 4,096 slots. `paceline bench scale` measures
-  the CPU time and bytes of its real machine, records and journal
+- Run: whole runs on one machine, of 2 cores and of one GPU ([benchmarks](benchmarks.md)), and over
+  nodes of a Ray cluster that were processes of one machine. None had a second machine, a second GPU
+  or a policy of billions of weights.
+- Run, with simulated events: the coordinator of 8 to 4,096 slots. Its machine, records and journal
+  entries are the product's own, and their CPU time and bytes are measured by `paceline bench scale`
   ([figures](benchmarks.md#slots-and-hosts-paceline-bench-scale)).
-- Simulated: step times, idle time and the drafter's use of it, for 8 to 4,096 slots on 1 to 512
-  hosts under every schedule. Seconds are virtual, with published costs for 8 GPUs or assumed costs.
+- Simulated: how long the steps of 8 to 4,096 slots on 1 to 512 hosts are under every schedule, what
+  is idle, and what a drafter makes of it. Seconds are virtual, of costs that are published for
+  8 GPUs or assumed.
 - Computed: a push to many hosts, and every figure on this page. The arithmetic of the push is
   compared with sends one by one in a test. Ranks of the trainer send their rows to one
   gateway; hosts of engine workers that do not share its spool copy from it by such a tree.
-- Computed only: 235B-A22B. SGLang serves mixtures of experts, but the trainers do not train them.
+- Computed and nothing else: 235B-A22B. Mixtures of experts are served by SGLang, and not trained.
 
-Bytes are exact except for norms, biases and routers. Memory is the sum of `paceline plan`, without
-fragmentation. Seconds are lower bounds: they assume no messages, no imbalance, and no traffic
-between the GPUs of a worker or between ranks.
+Bytes are exact but for norms, biases and routers. Memory is the sum that `paceline plan` makes,
+without gaps of an allocator. Seconds are what the hardware allows at best: no message, no
+imbalance, no traffic between the GPUs of a worker or between ranks. They are to be read as "not
+less than".
 
 ## Formulas
 
-`P` is the number of a model's weights, `A` the number of weights active per token: embedding, head,
-and in each layer hidden x (2 x heads x head size + 2 x kv heads x head size + 3 x intermediate). A
-mixture has `E` experts, of which a token uses `k`. Its intermediate size counts `E` experts in `P`
-and `k` in `A`. A round of `b` requests reads E (1 - (1 - k / E)^b) experts, for an even choice.
+`P` are a model's weights, `A` those that a token is multiplied with: embedding, head, and in each
+layer hidden x (2 x heads x head size + 2 x kv heads x head size + 3 x intermediate). Of a mixture
+of `E` experts, of which a token uses `k`, intermediate is that of `E` experts in `P` and of `k` in
+`A`; a round of `b` requests reads E (1 - (1 - k / E)^b) of them, were the choice even.
 
-- Push: 2 P bytes, in bfloat16. "A hundredth changed" is a delta
-  ([measured](benchmarks.md#weights-and-hidden-rows) on small models).
-- Checkpoint: 12 P bytes, weights and two moments in float32.
-- Policy, per GPU: 16 P / GPUs bytes for weights, gradients and moments in float32. Gathered are two
-  layers, embedding and head in bfloat16, and the gradients of one layer, embedding and head in
-  float32. Activations are the inputs of all layers and the values for the backward of one layer, in
-  bfloat16, for a row of the longest trajectory. `paceline plan` computes the same with
-  `reshard_after_forward`, `recompute_activations` and `compute_dtype = "bfloat16"`.
-- Engine, per GPU: 2 P / GPUs of a worker. Keys and values take the rest of its share. A token needs
-  4 x layers x head size bytes for each kv head on that GPU (at least one).
-- Trajectories: 9 bytes per token for id, mask and log-prob, prompts included.
-- Hidden rows: 2 bytes x 3 layers x hidden per token, if all are captured. Rows above the byte
-  budget of the features' Redis are dropped and counted.
-- Round: the longer of two times. Reading: bytes of weights, keys and values over the memory
-  bandwidth. Computing: 2 A x requests over the operations per second.
-- Tail: the longest response alone on its worker, one token per round. Full batches: a worker's
-  share in rounds with as many requests as fit. A rollout takes at least the longer of both.
-- Policy step: 8 A operations per token, because activations are computed twice.
+- Push: 2 P bytes, in bfloat16. A hundredth changed: a delta where few weights moved
+  ([measured](benchmarks.md#weights-paceline-bench-weights-repeats-5) on small models).
+- Checkpoint: 12 P, weights and two moments in float32.
+- Policy, a GPU: 16 P / GPUs for weights, gradients and moments in float32; gathered are two layers,
+  embedding and head in bfloat16 and the gradients of one layer and of these ends in float32; of
+  activations the inputs of all layers and what the backward of one reads, in bfloat16, of a row as
+  long as the longest trajectory. So `paceline plan` has it with `reshard_after_forward`,
+  `recompute_activations` and `compute_dtype = "bfloat16"`.
+- Engine, a GPU: 2 P / GPUs of a worker; keys and values take the rest of its share. A token needs
+  4 x layers x head size bytes for each of its kv heads on that GPU, of which there is one at least.
+- Trajectories: 9 bytes a token for id, mask and log-prob, prompts included.
+- Hidden rows: 2 bytes x 3 layers x hidden a token, were all captured. The Redis of the features
+  keeps to its byte budget, and what finds no room is dropped and counted.
+- Round: the bytes of the weights it reads and of all its keys and values over the memory's
+  bandwidth, or 2 A x requests over the operations a second, whatever is longer.
+- Tail: the longest response alone on its worker, a token a round. Full batches: a worker's share in
+  rounds of as many requests as it has room for. A rollout takes at least the longer of both.
+- Policy step: 8 A operations a token, since activations are computed twice.
 - One sender: (hosts - 1) x bytes / bandwidth. Tree of `a`: a host sends each chunk of 4 MiB, when
   it is there, to its `a` children in turn: (chunks - 1) x a turns, and the last chunk's way down.
 """
@@ -81,11 +83,11 @@ def _lines() -> Iterator[str]:
         "Memory of a GPU, GB", "Engine and policy take turns on all GPUs of a run.", MEMORY
     )
     yield from _section(
-        "Bytes of a step, GB", "Versions, checkpoints and the content of Redis.", BYTES
+        "Bytes of a step, GB", "Versions and checkpoints, and what goes through Redis.", BYTES
     )
     yield from _section(
         "Seconds of a step, at best",
-        "Work grows with the GPUs, so rollouts and policy step keep their time. The push grows.",
+        "Work grows with the GPUs, so rollouts and policy step stay as long; the push does not.",
         SECONDS,
     )
     yield from drafts()
@@ -94,11 +96,11 @@ def _lines() -> Iterator[str]:
 def _assumed(gpu: Hardware, work: StepWork) -> Iterator[str]:
     yield from ("", "Assumed:", "")
     yield f"- A GPU of {gpu.memory >> 30} GiB (H100 SXM); the engine takes {gpu.pool:.0%} of it."
-    yield f"- {gpu.flops / 1e12:.0f} TFLOPS in bfloat16, with a utilisation of {gpu.computed:.0%}."
-    yield f"- {gpu.read_bytes_s / 1e12:.2f} TB/s of memory, with a utilisation of {gpu.read:.0%}."
-    yield "- Hosts of 8 GPUs with 100 Gbit/s in each direction."
-    yield f"- {work.samples} samples per GPU and step: prompts of {work.prompt} tokens,"
-    yield f"  responses of {work.response:,} tokens in the mean and {work.longest:,} at most."
+    yield f"- {gpu.flops / 1e12:.0f} TFLOPS in bfloat16, of which {gpu.computed:.0%} are reached."
+    yield f"- {gpu.read_bytes_s / 1e12:.2f} TB/s of its memory, of which {gpu.read:.0%} are."
+    yield "- Hosts of 8 GPUs that send and receive 100 Gbit/s."
+    yield f"- {work.samples} samples a GPU and step: prompts of {work.prompt} tokens,"
+    yield f"  responses of {work.response:,} on the mean and {work.longest:,} at most."
 
 
 def _models() -> Iterator[str]:
@@ -114,15 +116,9 @@ def _models() -> Iterator[str]:
         )
         for one in MODELS
     ]
-    names = (
-        "weights, 10^9",
-        "active per token, 10^9",
-        "experts",
-        "GPUs of a worker",
-        "fewest GPUs",
-    )
+    names = ("weights, 10^9", "of a token, 10^9", "experts", "GPUs of a worker", "fewest GPUs")
     yield from table(("model", *names), rows)
-    yield "\n`fewest GPUs`: the smallest power of two with enough memory for the policy's turn."
+    yield "\n`fewest GPUs`: the smallest power of two on which the policy's turn fits."
 
 
 def _section(title: str, words: str, columns: Mapping[str, Cell]) -> Iterator[str]:
@@ -150,7 +146,7 @@ def _engine(name: str) -> Cell:
 MEMORY: dict[str, Cell] = {
     "engine: weights": _engine("weights"),
     "keys and values": _engine("keys and values"),
-    "tokens that fit a worker": lambda plan: f"{plan.cached_tokens:,}",
+    "tokens that a worker has room for": lambda plan: f"{plan.cached_tokens:,}",
     "policy: weights, gradients, moments": _part("weights", "gradients", "optimizer"),
     "gathered": _part("gathered"),
     "activations, logits": _part("activations", "logits"),
@@ -161,14 +157,14 @@ BYTES: dict[str, Cell] = {
     "push": lambda plan: _gb(plan.push_bytes),
     "a hundredth changed": lambda plan: f"{plan.push_bytes / 100 / GB:.2f}",
     "checkpoint": lambda plan: _gb(plan.checkpoint_bytes),
-    "per GPU": lambda plan: f"{plan.checkpoint_bytes / plan.gpus / GB:.2f}",
+    "of it a GPU": lambda plan: f"{plan.checkpoint_bytes / plan.gpus / GB:.2f}",
     "trajectories": lambda plan: f"{plan.trajectory_bytes / GB:.2f}",
     "hidden rows of all tokens": lambda plan: f"{plan.feature_bytes / GB:,.0f}",
 }
 SECONDS: dict[str, Cell] = {
     "tail": lambda plan: f"{plan.tail_s:.0f}",
     "full batches": lambda plan: f"{plan.busy_s:.0f}",
-    "concurrent requests per worker": lambda plan: str(plan.requests),
+    "requests of a worker at once": lambda plan: str(plan.requests),
     "policy step": lambda plan: f"{plan.train_s:.0f}" if plan.fits else "does not fit",
     "push, one sender": lambda plan: f"{plan.direct_s:,.1f}",
     **{

@@ -115,8 +115,7 @@ The profile `gateway.engine.sglang.profile = "int8_w8a8"` needs `engine.dtype = 
 extra `int8`. It stores the decoder layers' matrices in int8 with one scale per row, and rounds
 activations per token. This is SGLang's method `w8a8_int8`. The embedded engine's rounding function
 rounds the start policy and every version during the load into the serving storage. Every version
-set has the profile as its third member
-([ADR 70](adr/0070-weights-are-updated-in-place-by-profile.md)). Like every profile, it requires a
+set has the profile as its third member. Like every profile, it requires a
 `policy_trainer.algorithm.correction`.
 
 - On a CPU without AMX, SGLang has no int8 product. Paceline's product replaces it
