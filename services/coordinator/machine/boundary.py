@@ -32,7 +32,7 @@ from paceline.services.coordinator.machine.state import (
 
 
 def run_started(state: State, event: events.RunStarted) -> Decision:
-    """All slots are free and all workers idle; the start policy may be evaluated first."""
+    """Frees all slots and sets all workers idle; the start policy may be evaluated first."""
     settings = event.settings
     state = State(
         settings=settings,
@@ -49,8 +49,8 @@ def run_started(state: State, event: events.RunStarted) -> Decision:
 
 
 def resumed(state: State, event: events.Resumed) -> Decision:
-    """Makes every call again that the run or one of its tracks waits for: those of the former
-    coordinator are gone.
+    """Repeats every pending call of the run and its tracks, because the former coordinator's calls
+    are gone.
     """
     total_steps = max(event.total_steps, state.rollouts.step)
     phase = state.failed_phase or state.phase
@@ -73,14 +73,14 @@ def resumed(state: State, event: events.Resumed) -> Decision:
 
 
 def evaluate(state: State) -> Decision:
-    """Leases the workers' slots to the engine and makes the first evaluation that is due."""
+    """Leases the workers' slots to the engine and makes the first due evaluation."""
     state = _all_to_engine(state)
     command = Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
     return Decision(state, (command,))
 
 
 def pause(state: State) -> Decision:
-    """Leases the workers' slots to the engine, for whoever asks it, until the run goes on."""
+    """Leases the workers' slots to the engine, which serves callers until the run continues."""
     state = _all_to_engine(state)
     return Decision(state, (ResumeWorkers(state.step, state.epoch),))
 
@@ -95,7 +95,7 @@ def _all_to_engine(state: State) -> State:
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
-    """Takes the engine's slots back."""
+    """Takes back the engine's slots."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = free_slots(state, held_by(state, Holder.ENGINE))
@@ -110,19 +110,17 @@ def close(state: State) -> Decision:
 
 
 def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> Decision:
-    """The run is over."""
+    """Ends the run."""
     return Decision(state, enters=Phase.FINISHED)
 
 
 def finish(state: State) -> Decision:
-    """Ends the run; only Resumed with more steps goes on from here."""
+    """Ends the run; only Resumed with more steps continues it."""
     return Decision(replace(state, paused=False), (FinishRun(""),))
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the newest step whose tasks are drawn, or about to be, the last one; a paused run is
-    paused no longer.
-    """
+    """Makes the newest drawn step the last step, and ends a pause."""
     last = min(state.settings.total_steps, state.rollouts.begun)
     settings = replace(state.settings, total_steps=last)
     return Decision(replace(state, settings=settings, paused=False))

@@ -1,5 +1,4 @@
-"""Keeps what an operator chooses: whether the run pauses, which drafter serves, by a pin until it
-is taken away, by a rollback for a step, and which profile the policy is rounded to.
+"""Keeps an operator's choices: the pause of the run, the serving drafter and the policy's profile.
 
 A paused run rests when what is under way has ended. A drafter is served with the next commit; what
 the gate promotes meanwhile waits. A profile is served with the next policy.
@@ -101,19 +100,19 @@ def _against_profile(state: State, event: events.ProfileChosen) -> Objection | N
 
 
 def paused(state: State, event: events.Paused) -> Decision:
-    """No tasks are drawn from now on; refused where no step is left."""
+    """Stops the draw of tasks; refused if no step is left."""
     if objection(state, event) is not None:
         return refused(state, event, state.rollouts.begun, state.settings.total_steps)
     return Decision(replace(state, paused=True))
 
 
 def continued(state: State, event: events.Continued) -> Decision:
-    """Tasks may be drawn again."""
+    """Allows the draw of tasks again."""
     return Decision(replace(state, paused=False))
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
-    """Pins the serving drafter or the one before; refused where nothing is left to choose."""
+    """Selects the serving or the former drafter; refused if neither applies."""
     if objection(state, event) is not None:
         return refused(state, event, event.version or 0, state.versions.drafter)
     version = _meant(state, event)
@@ -123,14 +122,14 @@ def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
 
 
 def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
-    """Lets what was promoted meanwhile serve with the next commit; a rollback that is due is
-    withdrawn.
+    """Lets drafters promoted meanwhile serve from the next commit, and withdraws a pending
+    rollback.
     """
     return Decision(replace(state, pin=None))
 
 
 def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
-    """Has the next policy rounded so; refused where it may not be."""
+    """Sets the profile of the next policy; refused if the profile is not allowed."""
     if objection(state, event) is not None:
         return refused(state, event, 0, 0)
     done = event.profile == state.versions.profile

@@ -30,10 +30,9 @@ FROZEN = "frozen"
 
 
 def lease_released(state: State) -> Decision | None:
-    """Leases released slots to the drafter while others still compute: workers, or a policy that
-    has slots of its own; or while the policy's weights are on their way. Once it trains on the
-    slots of its lease, more join them. While a set is committed none are: a released worker may be
-    trying it.
+    """Leases released slots to the drafter while rollouts, the policy on its own slots, or a push
+    are in progress. Further slots join a lease once it trains. During a commit no slot is leased,
+    because a released worker may be the canary.
     """
     settings, workers = state.settings, state.workers
     policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
@@ -51,7 +50,7 @@ def lease_released(state: State) -> Decision | None:
 
 
 def train_alone(state: State) -> Decision:
-    """The serial schedule: the drafter trains while everybody waits, and the set follows.
+    """In the serial schedule, trains the drafter while the other services wait; the commit follows.
 
     Once a step: after a failed commit its workers are COMPLETED, and the set is committed as it is.
     """
@@ -75,12 +74,14 @@ def preempt(state: State) -> Decision:
 
 
 def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> Decision:
-    """A record, nothing else."""
+    """Records the event only."""
     return Decision(state)
 
 
 def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
-    """Adds what was released while the trainer took its slots: one change of a lease at a time."""
+    """Adds slots that were released during the last change of the lease. A lease changes once at a
+    time.
+    """
     assert state.lease is not None
     known = state.lease.attached
     if isinstance(event, events.DrafterActivated):
@@ -91,17 +92,17 @@ def attached(state: State, event: events.DrafterActivated | events.DrafterJoined
 
 
 def join_failed(state: State, event: events.JoinFailed) -> Decision:
-    """Ends the activation: nobody knows on which of its slots it trains."""
+    """Ends the activation, because its slots are uncertain."""
     return preempt(state)
 
 
 def reclaim(state: State, event: events.TrafficWaits) -> Decision:
-    """Ends the whole lease for callers that wait; its workers are leased no more in this step."""
+    """Ends the whole lease for waiting callers. Its workers are not leased again in this step."""
     return preempt(state)
 
 
 def promoted(state: State, event: events.GatePromoted) -> Decision:
-    """Keeps the candidate for the next commit; an older one that waited for it is aborted.
+    """Keeps the candidate for the next commit, and aborts an older waiting candidate.
 
     A prepared candidate is no right to a slot: it counts even when Preempted overtook it.
     """
@@ -121,7 +122,7 @@ def preempted(state: State, event: events.Preempted) -> Decision:
 
 
 def detached(state: State, event: events.Detached) -> Decision:
-    """Ends the lease, whether the drafter was done or preempted; one that is frozen rests."""
+    """Ends the lease after training or preemption. A frozen drafter rests."""
     if event.reason == FROZEN:
         rest = state.step + state.settings.frozen_interval_steps
         state = replace(state, drafter_rests_until=rest)
@@ -144,9 +145,7 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
 
 
 def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
-    """Serves the drafter before this one again with the next commit, unless an operator has chosen
-    one.
-    """
+    """Schedules a rollback to the former drafter, unless an operator has chosen a drafter."""
     serving = event.drafter_version == state.versions.drafter
     if not serving or state.previous_drafter is None or state.pin is not None:
         return refused(state, event, event.drafter_version, state.versions.drafter)

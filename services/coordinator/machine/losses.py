@@ -37,7 +37,7 @@ CALLED_IN: dict[Phase, tuple[Service, ...]] = {
 
 
 def service_lost(state: State, event: events.ServiceLost) -> Decision:
-    """Waits for the service; what it held of slots is free, what needs it waits too."""
+    """Waits for the service, frees its slots, and holds dependent calls."""
     if event.service in state.lost:
         return Decision(state)
     decision = Decision(replace(state, lost=state.lost | {event.service}))
@@ -51,7 +51,7 @@ def service_lost(state: State, event: events.ServiceLost) -> Decision:
 
 
 def service_back(state: State, event: events.ServiceBack) -> Decision:
-    """Makes those calls again that were the service's; the drafter gets released slots."""
+    """Repeats the service's calls; the drafter may lease released slots."""
     service = event.service
     if service not in state.lost:
         return Decision(state)
@@ -67,7 +67,7 @@ def service_back(state: State, event: events.ServiceBack) -> Decision:
 
 
 def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
-    """The run goes on without the drafter; the policy step begins again."""
+    """Continues without the drafter; repeats the policy step."""
     if event.service is Service.DRAFTER_TRAINER:
         return end_lease(state, Cause.PREEMPTED, fence=True)
     if state.learner.phase is not Phase.POLICY:
@@ -76,7 +76,7 @@ def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
 
 
 def deadline(state: State, event: events.Deadline) -> Decision:
-    """Takes the drafter's slots when it was late, fails the run when anybody else was."""
+    """Takes a late drafter's slots; fails the run for any other late service."""
     if event.what in ("activation", "join"):
         return preempt(state)
     if event.what == "preempt":
@@ -85,7 +85,7 @@ def deadline(state: State, event: events.Deadline) -> Decision:
 
 
 def call_failed(state: State, event: events.CallFailed) -> Decision:
-    """Fails the run; an optional service's goes on, and what it held of slots is free."""
+    """Fails the run, or frees the slots of an optional service and continues."""
     if event.service in OPTIONAL:
         leased = state.lease is not None
         return end_lease(state, Cause.PREEMPTED, fence=True) if leased else Decision(state)
@@ -128,13 +128,13 @@ def again_from(phase: Phase) -> Phase:
 
 
 def fail(state: State, message: str) -> Decision:
-    """Ends the run for now; Resumed goes on from here."""
+    """Fails the run; Resumed continues it."""
     state = replace(state, failed_phase=state.phase, failure=message)
     return Decision(state, enters=Phase.FAILED)
 
 
 def give_up(state: State) -> Decision:
-    """Gives the slots back to the engine, for whoever asks it, and ends the run."""
+    """Returns the slots to the engine, which serves callers, and ends the run."""
     lease = state.lease and replace(state.lease, preempting=True)
     state = replace(state, epoch=state.epoch + 1, lease=lease)
     policy = bool(held_by(state, Holder.POLICY))

@@ -1,5 +1,5 @@
-"""Says what an event carries beside the current value: a smaller one is late, a larger one is of a
-call that was never made.
+"""Compares the number of an event with the current value: a smaller number is late, a larger number
+belongs to no call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def call(state: State, event: events.CallAnswer) -> Mark:
 
 
 def learner_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call` has it, of the learner's call."""
+    """Late when the learner's call has been answered or made again."""
     committing = state.learner.phase is Phase.COMMIT and state.committing is not None
     over = state.learner.phase is not Phase.POLICY and not committing
     return Mark("epoch", event.epoch, state.learner.epoch, over)
@@ -59,13 +59,13 @@ def resharding(state: State, event: events.RanksChanged | events.RanksKept) -> M
 
 
 def rollout_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call` has it, of the call that rolls a step out."""
+    """Late when the step's call has been answered or made again."""
     over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest
     return Mark("epoch", event.epoch, state.rollouts.epoch if over else event.epoch, over)
 
 
 def share(state: State, event: events.ShareDone) -> Mark:
-    """As `rollout_call` has it, and when the worker has done its share."""
+    """Late when the step's call has been answered or made again, or the worker's share is done."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     if draw is not None and event.worker < len(state.workers):
         return mark._replace(over=not draw.owed >> event.worker & 1)
@@ -73,7 +73,7 @@ def share(state: State, event: events.ShareDone) -> Mark:
 
 
 def group(state: State, event: events.GroupClosed) -> Mark:
-    """As `rollout_call` has it, and when the group has closed."""
+    """Late when the step's call has been answered or made again, or the group is closed."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
 
@@ -95,7 +95,7 @@ def lease(state: State, event: events.CallAnswer) -> Mark:
 
 
 def newest_lease(state: State, event: events.GatePromoted) -> Mark:
-    """Late when there is a newer lease or candidate; a lease that is over is no matter."""
+    """Late when there is a newer lease or candidate; an ended lease does not matter."""
     over = (event.epoch, event.drafter_version) <= state.candidate
     return Mark("epoch", event.epoch, state.lease_epoch, over)
 
@@ -103,7 +103,9 @@ def newest_lease(state: State, event: events.GatePromoted) -> Mark:
 def lease_or_call(
     state: State, event: events.TrainerFailed | events.Deadline | events.WorkersReleased
 ) -> Mark:
-    """Late as `lease` has it for news of the drafter, else as the call that it is of."""
+    """Late when the lease is over, for events of the drafter; else when their call has been
+    answered or made again.
+    """
     if isinstance(event, events.TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
     elif isinstance(event, events.WorkersReleased):

@@ -40,7 +40,7 @@ FEW = 64
 
 
 def step_began(state: State, event: StepBegan) -> Decision:
-    """The step's tasks wait to be called."""
+    """Queues the step's tasks for their call."""
     drawn = DrawnStep(event.step, state.step, places=every_group(state))
     draws = (*state.rollouts.draws, drawn)
     state = with_rollouts(state, step=event.step + 1, drawing=False, attempts=0, draws=draws)
@@ -48,8 +48,8 @@ def step_began(state: State, event: StepBegan) -> Decision:
 
 
 def generate(state: State) -> Decision:
-    """Leases the workers' free slots to the engine under a new epoch, lets suspended workers go on
-    and calls the tasks that wait, each step's under an epoch of its own.
+    """Leases the workers' free slots to the engine under a new epoch, continues suspended workers,
+    and calls the waiting tasks, each step under its own epoch.
 
     Where no call goes on, what is left of former ones is fenced.
     """
@@ -86,16 +86,14 @@ def generate(state: State) -> Decision:
 
 
 def suspend(state: State) -> Decision:
-    """Takes the slots of workers that generate: their requests are held, and go on afterwards."""
+    """Takes the slots of generating workers; their requests are held and continue later."""
     workers = list(state.workers.where(WorkerState.GENERATING))
     state = move_workers(state, workers, Cause.SUSPENDED)
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)))
 
 
 def share_done(state: State, event: ShareDone) -> Decision:
-    """Releases the worker's slots where it has no share of another step to do; the drafter may get
-    them.
-    """
+    """Releases the slots of a worker without a share of another step, for the drafter's lease."""
     draw = draw_of(state, event.epoch)
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
@@ -104,9 +102,7 @@ def share_done(state: State, event: ShareDone) -> Decision:
 
 
 def group_closed(state: State, event: GroupClosed) -> Decision:
-    """The group may be trained before the other groups of its step have closed, unless another one
-    will stand in for it.
-    """
+    """Allows the group to be trained before the rest of its step, unless a replacement is due."""
     draw = draw_of(state, event.epoch)
     if draw is None or not draw.places >> event.index & 1:
         raise MachineError(f"GroupClosed(index={event.index})", state.describe())
@@ -116,8 +112,8 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases the workers that have nothing else to do. All groups of the step have closed, or
-    those that have nothing to teach are drawn again: other tasks in their places.
+    """Releases idle workers. Closes all groups of the step, or draws replacements for groups
+    without variance.
     """
     draw = draw_of(state, event.epoch)
     assert draw is not None  # else it were late
@@ -143,12 +139,12 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
 
 
 def worker_lost(state: State, event: WorkerLost) -> Decision:
-    """Runs the tasks again: the gateway restarts the worker."""
+    """Repeats the tasks after the gateway has restarted the worker."""
     return roll_out_again(state, f"worker {event.worker} of the gateway died")
 
 
 def set_damaged(state: State, event: SetDamaged) -> Decision:
-    """The tasks wait for the set that the learner is about to make, and begin again with that."""
+    """Holds the tasks until the learner's next version set, and then begins them again."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
         return roll_out_again(state, "the set to roll out with is damaged")
     return Decision(with_rollouts(interrupted(state), damaged=True))

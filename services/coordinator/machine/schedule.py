@@ -1,16 +1,15 @@
-"""Says when the schedule and the placement let a track begin something: a step's tasks, a batch, a
-commit. They differ here and nowhere else.
+"""Conditions of schedule and placement for a step's tasks, a batch and a commit.
 
-- `sync`: a step's tasks are drawn when the step before is committed.
-- `one_step_off`: a step's tasks run while the step before is trained, whose set is committed when
-  they have ended: a trajectory has one version.
-- `fully_async`: tasks are drawn as far ahead as `capacity` allows. A batch is the next
-  `groups_per_step` groups that have closed, those of older steps first, unless what it leaves could
-  then not be trained in time, and its set is committed among the rollouts that go on.
+- `sync`: a step's tasks are drawn after the commit of the step before.
+- `one_step_off`: a step's tasks run while the step before is trained. Its set is committed after
+  they end, so a trajectory has one version.
+- `fully_async`: tasks are drawn up to `capacity`. A batch is the next `groups_per_step` closed
+  groups, older steps first, unless the remaining groups would then become too old. Its set is
+  committed during rollouts.
 
-Colocated tracks take turns on the slots: the policy trains when all rollouts have ended or, in
-`fully_async`, are suspended, and no rollout begins while it holds or needs the slots. Both tracks
-come to rest before an evaluation, in a pause, and before the run ends.
+Colocated tracks take turns on the slots. The policy trains when all rollouts have ended or, in
+`fully_async`, are suspended. No rollout begins while the policy holds or needs the slots. Both
+tracks rest before an evaluation, during a pause and before the run ends.
 """
 
 from __future__ import annotations

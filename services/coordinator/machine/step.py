@@ -1,28 +1,31 @@
-"""Decides a run: `step(state, event) -> (state, commands)`, pure.
+"""Decides a run: `step(state, event) -> (state, commands)`, a pure function.
 
-A run is in one phase, and while that is RUNNING each of its two tracks is in one of its own: the
-rollouts, which generate, and the learner, which trains what they have brought. PHASES says what a
-phase asks for when it is entered and which phases may follow it. EVENTS says for each event in
-which phases it may come, what makes it late, and who handles it. A handler returns the state after
-the event and, where a phase is over, the phase to enter. What a track then begins by itself, with
-the tasks of the next step or a batch, stands in RULES (`rules.py`), of which one after the other
-is followed until none holds; `schedule.py` has their conditions. So an RL step is one round of each
-track,
+A run is in one phase. While the phase is RUNNING, each of two tracks has a phase of its own: the
+rollouts, which generate, and the learner, which trains the results. Three tables define the
+machine:
+
+- PHASES: the action on entering a phase, and the phases that may follow.
+- EVENTS: for each event its legal phases, the condition that makes it late, and its handler. A
+  handler returns the new state and, at the end of a phase, the phase to enter.
+- RULES (`rules.py`): actions that a track starts by itself, such as the next step's tasks or the
+  next batch. The rules are applied until none holds. `schedule.py` has their conditions.
+
+An RL step is one round of each track:
 
     READY -> ROLLOUT -> READY        IDLE -> PREEMPT -> POLICY -> DRAFTER -> COMMIT -> IDLE
 
-of which DRAFTER is passed at once outside the serial drafter's schedule. In the schedule `sync` the
-tracks take turns; in the others they are several steps apart.
+DRAFTER takes no time except in the serial drafter's schedule. In the schedule `sync` the tracks
+take turns. In the other schedules they are several steps apart.
 
-Two things have states beside the phases: each worker (WORKER_TRANSITIONS; `staff.py` has those that
-join and leave), and the drafter's lease, which is over before its workers generate again and, where
-they share slots, before the policy trains. Whatever loses a call, a service that is away or a
-coordinator that is started again, has it made once more: under a new epoch, and what the old one
-still answers is late, as is everything that comes a second time. A late event changes nothing and
-is answered by Refuse; one that cannot happen raises MachineError.
+Two things have states beside the phases: each worker (WORKER_TRANSITIONS) and the drafter's lease.
+The lease ends before its workers generate again and, on shared slots, before the policy trains.
 
-No clock and no randomness: the same events give the same state and the same commands, so a journal
-replays.
+If a call is lost, because a service is down or the coordinator restarted, the machine repeats the
+call under a new epoch. Answers under the old epoch are late, and so are repeated events. A late
+event changes nothing and returns Refuse. An impossible event raises MachineError.
+
+The machine uses no clock and no random numbers. The same events give the same state and the same
+commands, so a journal can be replayed.
 """
 
 from __future__ import annotations
