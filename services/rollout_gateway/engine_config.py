@@ -15,11 +15,11 @@ class EngineConfig(ModelSettings):
     """The engine and its worker processes."""
 
     kind: str = "embedded"
-    """What runs the model: embedded, sglang, scripted (from a file, for tests), or your own as
-    package.module:KIND, an EngineKind.
+    """Engine: embedded, sglang, scripted (answers from a file, for tests), or your own EngineKind
+    as package.module:KIND.
     """
     workers: int = Field(default=0, ge=0)
-    """Worker processes; 0: one per core."""
+    """Number of worker processes; 0: one per core."""
     most_workers: int = Field(default=0, ge=0)
     """Places for workers, each with its slots from the start on: so many there may be when some are
     added to a run that goes on. 0: as many as `workers`.
@@ -39,15 +39,13 @@ class EngineConfig(ModelSettings):
     script: str = ""
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})
-    """Settings of an engine of your own."""
+    """Settings of your own engine."""
     pin_cores: bool = False
-    """A worker runs on cores of its own, one for each thread, as far as there are enough."""
+    """Whether each worker has its own cores, one per thread, if there are enough."""
     ready_deadline_s: float = Field(default=180, gt=0)
-    """Seconds until a worker has loaded its model: of its processor while it works, else of the
-    clock.
-    """
+    """Maximum time to load the model, seconds: CPU time while the worker works, else wall time."""
     command_deadline_s: float = Field(default=60, gt=0)
-    """Seconds until a worker has answered a command, counted likewise."""
+    """Maximum time to answer a command, counted likewise, seconds."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
