@@ -21,13 +21,13 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Written by `make docs` from `libs/paceline/cli/`. A command that cannot work with what it",
-        "was given exits with 2 and says why.",
+        "Written by `make docs` from `libs/paceline/cli/`. A command with invalid arguments exits",
+        "with 2 and prints the reason.",
         "",
         escaped(inspect.cleandoc(root.help)),
         *parameter_table(root, context),
         "",
-        *("| command | what it does |", "|---|---|"),
+        *("| command | effect |", "|---|---|"),
     ]
     names = root.list_commands(context)
     for name in names:

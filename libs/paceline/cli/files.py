@@ -42,7 +42,7 @@ def report(
         "compare.html"
     ),
 ) -> None:
-    """Write summary and report of a run as far as it has come; of several also one page."""
+    """Write summary and report of a run at any time; of several runs also a comparison."""
     from paceline.cli.report import report_runs
 
     run_to_exit(report_runs(runs or [], config or [], out, console))
@@ -54,11 +54,9 @@ def page(
         typer.Argument(help="the run, by directory or by its id below runs/", show_default=False),
     ] = None,
     config: ConfigFiles = None,
-    port: Annotated[
-        int, typer.Option(min=0, help="of the loopback address; 0: one that is free")
-    ] = 0,
+    port: Annotated[int, typer.Option(min=0, help="port on loopback; 0: any free port")] = 0,
 ) -> None:
-    """Serve a live page about a run, for this machine's browser alone."""
+    """Serve a live page about a run to browsers on this machine."""
     from paceline.cli.page import serve_page
 
     run_to_exit(serve_page(run, config or [], port, console))
@@ -70,13 +68,13 @@ def why(
         str,
         typer.Argument(
             metavar="STEP|TRACE",
-            help="a step's number, or the beginning of a trace id; else the slowest step",
+            help="number of a step, or beginning of a trace id; default: the slowest step",
             show_default=False,
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Say why a step or a trace took so long: its critical path beside the median step's."""
+    """Print the critical path of a step or a trace beside the median step's, and its main cause."""
     from paceline.cli.why import show_why
 
     try:
@@ -88,12 +86,12 @@ def why(
 def logs(
     run: Run,
     services: Annotated[
-        list[str] | None, typer.Argument(help="of these services; else of all", show_default=False)
+        list[str] | None, typer.Argument(help="services; default: all", show_default=False)
     ] = None,
-    lines: Annotated[int, typer.Option("-n", min=1, help="last lines of each")] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on as they grow")] = False,
+    lines: Annotated[int, typer.Option("-n", min=1, help="number of last lines per log")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="follow the logs")] = False,
 ) -> None:
-    """Print the ends of the logs of a run."""
+    """Print the ends of a run's logs."""
     from paceline.cli.access import run_directory
 
     try:
@@ -128,22 +126,28 @@ def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     tasks: Annotated[Path, typer.Argument(help="task file: JSONL, Parquet or a saved dataset")],
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=0, help="the first so many; 0: all")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="answers to each: avg@k and pass@k")] = 1,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="number of prompts, from the beginning; 0: all")
+    ] = 0,
+    samples: Annotated[
+        int, typer.Option(min=1, help="answers per prompt, for avg@k and pass@k")
+    ] = 1,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens of an answer")] = 512,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
     environment: Annotated[str, typer.Option(help="name, or package.module:class")] = "single_turn",
-    solved_above: Annotated[float, typer.Option(help="reward above which one counts")] = 0.5,
+    solved_above: Annotated[
+        float, typer.Option(help="reward above which an answer solves its task")
+    ] = 0.5,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART=COLUMN", help="where prompt, answer, task_id, system stand"),
+        typer.Option(metavar="PART=COLUMN", help="columns of prompt, answer, task_id, system"),
     ] = None,
-    system: Annotated[str, typer.Option(help="the system's message of every task")] = "",
+    system: Annotated[str, typer.Option(help="system message of every task")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Measure a policy on a file of tasks, with a gateway of its own.
+    """Measure a policy on a file of tasks, with its own gateway.
 
     Settings of the gateway: paceline eval DIR FILE gateway.engine.workers=2
     """
@@ -190,12 +194,12 @@ def init(
     model: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[Path, typer.Option(help="file to write")] = Path("paceline.toml"),
     tasks: Annotated[
-        Path | None, typer.Option(help="task file; without one agents bring the tasks")
+        Path | None, typer.Option(help="task file; default: agents bring the tasks")
     ] = None,
     heldout: Annotated[Path | None, typer.Option(help="task file of evaluations")] = None,
     reward: Annotated[str, typer.Option(help="rule, or package.module:rule")] = "math_answer",
     agents: Annotated[
-        bool, typer.Option("--agents", help="agents claim the tasks; else the gateway answers")
+        bool, typer.Option("--agents", help="agents claim the tasks; default: the gateway answers")
     ] = False,
 ) -> None:
     """Write a commented TOML of a run that trains a model."""

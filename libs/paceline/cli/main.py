@@ -39,8 +39,8 @@ from paceline.speculators.kinds import SPECULATORS, drafter_directory
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Reinforcement-learning post-training with speculative rollouts whose drafter learns in "
-    "their idle time.",
+    help="Reinforcement-learning post-training with speculative rollouts and a drafter that "
+    "trains in idle time.",
 )
 
 # gRPC reads these when it is loaded: its remarks would tear the live view, and children are exec'ed
@@ -63,7 +63,7 @@ TOOLS = {
     ),
     "profile": (
         "paceline.services.rollout_gateway.profile_command",
-        "Round a model by profiles, and measure each against float32.",
+        "Round a model to each profile, and measure it against float32.",
     ),
 }
 """Command -> module that parses the rest of the line, and what the list of commands says of it."""
@@ -216,10 +216,10 @@ def demo(
         Path | None, typer.Option(help="serve this drafter and never train it")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="settings in the place of examples/demo/demo.toml")
+        Path | None, typer.Option(help="settings file instead of examples/demo/demo.toml")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="ID", help="continue the run of this id")
+        str | None, typer.Option(metavar="ID", help="id of the run to continue")
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
     no_token: NoToken = False,
@@ -253,15 +253,15 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[RUN | KEY=VALUE...]",
-            help="a run that goes on, by directory, id or the coordinator's host:port; or settings "
-            "of one that is to come",
+            help="a live run, by directory, id or the coordinator's host:port; or settings of a "
+            "future run",
             show_default=False,
         ),
     ] = None,
     config: ConfigFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Check this machine before a run; or, with RUN, show who waits for whom in it."""
+    """Check this machine before a run; or, with RUN, show which service waits for which."""
     from paceline.cli.access import find_coordinator
     from paceline.cli.doctor import check_machine, check_run
 
