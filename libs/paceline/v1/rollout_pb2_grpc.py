@@ -112,35 +112,35 @@ class RolloutServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates one completion, streaming tokens. Cancelling the call frees the engine's slot.
+        """Generates one completion as a stream of tokens. Cancelling the call frees its slot in the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Opens a session whose generations become one trajectory.
+        """Opens a session; its generations become one trajectory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PostReward(self, request, context):
-        """Scores a session; the same value twice is idempotent, another value or a late one is refused.
+        """Scores a session. The same value twice is idempotent; another or a late value is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session; a trainable one goes to the ledger and the trajectory stream.
+        """Ends a session; a trainable session enters the ledger and the trajectory stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Shows a session: its turns and what would be trained.
+        """Returns a session: its turns and its training data.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,28 +154,28 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetArm(self, request, context):
-        """Forces an arm on every worker or gives the choice back to the bandit.
+        """Forces an arm on every worker, or returns the choice to the bandit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Quarantine(self, request, context):
-        """Has every worker, also a later one, go without what an audit found inexact; paths of an earlier call stay.
+        """Disables inexact paths on every worker, later workers included; paths of earlier calls stay disabled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseWorkers(self, request, context):
-        """Takes workers out of service for a lease of their slots: answered when they have given their memory back.
+        """Takes workers out of service for a lease of their slots; returns when they have freed their memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeWorkers(self, request, context):
-        """Ends every such lease: answered when all workers have their memory and serve the committed set.
+        """Ends every such lease; returns when all workers have their memory and serve the committed set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,15 +198,15 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchTraffic(self, request, context):
-        """Says when requests of callers wait because workers are lent out. Whoever leases slots listens for as long as it
-        lives: leases end by themselves when nobody has listened for the time that they may outlast their coordinator.
+        """Reports that callers' requests wait for lent workers. A lease holder keeps this stream open. Leases end without a listener
+        after the time that they may outlast their coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Load, versions and statistics of every worker.
+        """Returns load, versions and statistics of every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
