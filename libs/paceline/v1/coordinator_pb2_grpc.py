@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub:
-    """Runs the release/train state machine.
+    """Runs the state machine of a run.
     """
 
     def __init__(self, channel):
@@ -98,18 +98,18 @@ class CoordinatorServiceStub:
 
 
 class CoordinatorServiceServicer:
-    """Runs the release/train state machine.
+    """Runs the state machine of a run.
     """
 
     def GetSnapshot(self, request, context):
-        """The whole state; asked by subscribers that saw a gap.
+        """Returns the whole state, e.g. for subscribers after a gap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSteps(self, request, context):
-        """Records of the finished steps.
+        """Returns records of finished steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,42 +123,42 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """Has the run rest when what is under way has ended; the engine gets all workers then.
+        """Pauses the run after the steps in progress; the engine then gets all workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """Has a paused run go on.
+        """Continues a paused run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollBack(self, request, context):
-        """Goes back to the drafter that served before, with the next commit and for a step at least.
+        """Serves the former drafter from the next commit, for at least one step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinDrafter(self, request, context):
-        """Keeps a drafter serving from the next commit on; promotions wait until it is unpinned.
+        """Pins a drafter from the next commit; promotions wait until it is unpinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinDrafter(self, request, context):
-        """Lets the gate decide again which drafter serves; withdraws a rollback that is due.
+        """Returns the choice of the drafter to the gate; withdraws a pending rollback.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChooseProfile(self, request, context):
-        """Has policies rounded to a profile from the next one on, which serves if a worker that tries it passes.
+        """Rounds policies to a profile from the next policy, if the canary accepts it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,7 +257,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService:
-    """Runs the release/train state machine.
+    """Runs the state machine of a run.
     """
 
     @staticmethod
