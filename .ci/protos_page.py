@@ -31,8 +31,8 @@ def protos_page() -> str:
         "# Wire contracts",
         "",
         "Written by `make docs` from `proto/paceline/v1/*.proto`. `stream` marks a sequence of",
-        "messages. An unset field has the default of its type; an `optional` field distinguishes an",
-        "unset value from the default.",
+        "messages. An unset field has the default of its type. An `optional` field distinguishes",
+        "an unset value from the default.",
     ]
     for file in parsed_files():
         lines += file_lines(file)
