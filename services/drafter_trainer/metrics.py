@@ -72,8 +72,8 @@ PROJECTED_SPEEDUP = Gauge(
     "paceline.drafter.projected_speedup",
     "1",
     JUDGED,
-    "projected speed over plain decoding: the best over k drafts of E[len] up to k by the cost of "
-    "such a round",
+    "projected speed over plain decoding: the maximum over k of E[len] with k drafts, divided by "
+    "the cost of such a round",
 )
 JUDGED_POLICY_VERSION = Gauge(
     "paceline.drafter.judged_policy_version",

@@ -200,7 +200,7 @@ TRAJECTORIES = EntryLayout(
         PayloadTensor(
             "version_spans", "I64", ("N", "3"), "start, end and policy version of a span of tokens"
         ),
-        PayloadTensor("draw_spans", "I64", ("D", "3"), "start, end and number of its way"),
+        PayloadTensor("draw_spans", "I64", ("D", "3"), "start, end and index in `ways`"),
     ),
 )
 

@@ -79,8 +79,8 @@ def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> D
 
 
 def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
-    """Adds slots that were released during the last change of the lease. A lease changes once at a
-    time.
+    """Adds slots that were released during the last change of the lease. Only one change is in
+    progress at a time.
     """
     assert state.lease is not None
     known = state.lease.attached
