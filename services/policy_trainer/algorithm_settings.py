@@ -28,7 +28,7 @@ class KlConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Corrections for tokens that other weights or number formats drew (algorithms/corrections.py)."""
+    """Corrections for tokens of other weights or number formats (algorithms/corrections.py)."""
 
     weight: Literal["none", "token", "sequence"] = "none"
     """Weight of losses: none, or the truncated ratio of the token or of its whole sequence."""

@@ -60,7 +60,7 @@ class AuditConfig(Config):
     """
 
     share: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens of the
+    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens from the
     step's start weights need no further forward.
     """
     least_tokens: int = Field(default=256, ge=100)
