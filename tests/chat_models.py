@@ -1,5 +1,5 @@
-"""Tiny tokenizers and chat templates in the styles of known model families, each as a model
-directory.
+"""Chat templates in the styles of known model families, each as a model directory with a tiny
+tokenizer.
 """
 
 from __future__ import annotations
@@ -11,26 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizer_families import add_bos, byte_level, metaspace
+from tokenizers import Tokenizer
 
 from paceline.services.rollout_gateway.chat.text import TextCodec
-
-CORPUS = (
-    "system user assistant tool the sum of 12 and 30 is 42, you are a calculator; think before "
-    "you answer",
-    '{"name": "add", "arguments": {"a": 12, "b": 30}} {"name": "look", "parameters": {"word": "über 東京"}}',
-    "<tool_call>\n</tool_call> <tool_response>\n</tool_response> <think>\n\n</think> [INST] "
-    "[/INST] hello world",
-)
 
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -184,71 +168,6 @@ MODELS = (
     ChatModel("headers", HEADERS, "<|eot_id|>", bos="<|begin_of_text|>"),
     ChatModel("instruct", INSTRUCT, "</s>", rewrites=True, bos="<s>"),
 )
-
-
-def byte_level(special: list[str], *, prefix: bool = False) -> Tokenizer:
-    """A tokenizer of GPT-2's kind."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return _with(tokenizer, special)
-
-
-def metaspace(special: list[str], scheme: str) -> Tokenizer:
-    """A tokenizer of SentencePiece's kind, with bytes for what it has no piece for."""
-    words = _unknown_as_bytes(pre_tokenizers.Metaspace(prepend_scheme=scheme))
-    return _with(words, special)
-
-
-def prepending(special: list[str]) -> Tokenizer:
-    """The same with the space put before the text by the normalizer, as in the first Llamas."""
-    tokenizer = _unknown_as_bytes(None)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    return _with(tokenizer, special)
-
-
-def _unknown_as_bytes(words: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, show_progress=False))
-    spelled = json.loads(trained.to_str())["model"]
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *spelled["vocab"]]
-    merges = [tuple(pair) for pair in spelled["merges"]]
-    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    if words is not None:
-        tokenizer.pre_tokenizer = words
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
-
-
-def _with(tokenizer: Tokenizer, special: list[str]) -> Tokenizer:
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in special]
-    )
-    return tokenizer
-
-
-def add_bos(tokenizer: Tokenizer, bos: str) -> None:
-    """Every text begins with it."""
-    token_id = tokenizer.token_to_id(bos)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, token_id)]
-    )
 
 
 def codec_of(tokenizer: Tokenizer, end_ids: Sequence[int] = (), **settings: str) -> TextCodec:

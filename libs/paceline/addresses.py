@@ -1,8 +1,11 @@
-"""Decides which addresses stay on this machine, and spells its loopback address."""
+"""Decides which addresses stay on this machine and pass no proxy, and spells its loopback
+address.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from urllib.parse import urlsplit
 
@@ -38,6 +41,18 @@ def proxied(address: str) -> bool:
         return not ipaddress.ip_address(_host(place)).is_unspecified
     except ValueError:
         return True
+
+
+def exempt_loopback(*urls: str) -> None:
+    """Name the loopback hosts, and those of `urls` that stay on this machine, in no_proxy of this
+    process. Libraries that read the variables of proxies themselves then pass none.
+    """
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if given.strip() == "*":
+        return
+    own = [urlsplit(url).hostname or "" for url in urls if not proxied(url)]
+    named = [*(one.strip() for one in given.split(",")), "localhost", "127.0.0.1", "::1", *own]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys(filter(None, named)))
 
 
 def loopback() -> str:

@@ -28,9 +28,37 @@ ALIKE = 1e-6
 NEAR_TIE_GAP = 1e-5
 """A draw whose perturbed top-two gap is below this may flip with the batch composition."""
 
-LEAST_TEMPERATURE = 9.999999682655225e-21
-"""1e-20 in fp32, as the wire holds it. Logits divided by a smaller temperature above 0 may
-overflow.
+INT_LIMIT = 2**31
+"""The wire's integers lie below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Values that a number may have; NaN is in none."""
+
+    low: float
+    high: float
+    above: bool = False  # low itself is out
+    or_zero: bool = False  # 0 is in as well, below low
+
+    def holds(self, value: float) -> bool:
+        """Whether a value may be used."""
+        if self.or_zero and value == 0:
+            return True
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        high = "" if self.high >= INT_LIMIT - 1 else f"{self.high:g}"
+        if self.above:
+            return f"above {self.low:g} and at most {high}"
+        if self.or_zero:
+            return f"0, or {self.low:g} to {high}"
+        return f"{self.low:g} to {high}" if high else f"at least {self.low:g}"
+
+
+TEMPERATURE = Range(9.999999682655225e-21, 10, or_zero=True)
+"""Of the softmax; 0 is greedy. The least is 1e-20 in fp32, as the wire holds it: logits divided by
+a smaller temperature above 0 may overflow.
 """
 
 

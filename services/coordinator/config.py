@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from paceline.config import Config, ServiceConfig
+from paceline.config import Config, ServiceConfig, Temperature
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.profiles import check_profile
 from paceline.services.coordinator.machine.settings import (
@@ -17,7 +17,7 @@ from paceline.services.coordinator.machine.settings import (
 )
 from paceline.services.coordinator.trackers import TrackerName, check_trackers
 from paceline.tasks import MAX_SAMPLES, Columns
-from paceline.trajectory import LEAST_TEMPERATURE
+from paceline.trajectory import TEMPERATURE
 
 EXTERNAL = "external"
 """Environment whose tasks are run by agents from outside."""
@@ -42,7 +42,7 @@ class Scoring(NamedTuple):
 class SamplingConfig(Config):
     """Sampling of training rollouts."""
 
-    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=10)
+    temperature: float = Field(default=1.0, ge=TEMPERATURE.low, le=TEMPERATURE.high)
     """Softmax temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of a response."""
@@ -55,7 +55,7 @@ class EvaluationConfig(Config):
     """Number of held-out prompts for the accuracy, from the beginning of heldout_path."""
     samples: int = Field(default=1, ge=1)
     """Samples per prompt: the accuracy is avg@k, with pass@2, pass@4 and so on."""
-    temperature: float = Field(default=1.0, ge=0, le=10)
+    temperature: Temperature = 1.0
     """Softmax temperature of these samples; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass of these samples."""
@@ -250,8 +250,6 @@ class CoordinatorConfig(ServiceConfig):
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
-        if 0 < (seen := self.evaluation.temperature) < LEAST_TEMPERATURE:
-            raise ConfigError("evaluation.temperature", seen=seen, allowed="0, or 1e-20 to 10")
         if self.evaluation.samples > 1 and self.evaluation.temperature == 0:
             raise ConfigError(
                 "greedy samples of a task are all the same; coordinator.evaluation.samples",

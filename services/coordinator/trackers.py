@@ -5,6 +5,7 @@ What a run tells is what its record of a step holds (StepRecord), under the same
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
+from paceline.addresses import exempt_loopback
 from paceline.errors import ConfigError
 from paceline.services.coordinator.metrics import POINTS_DROPPED
 from paceline.telemetry import get_logger
@@ -67,6 +69,7 @@ class WeightsAndBiases:
     def __init__(self, run_id: str, run_dir: Path) -> None:
         import wandb
 
+        exempt_loopback(os.environ.get("WANDB_BASE_URL", ""))
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=PROJECT, id=run_id, name=run_id, resume="allow", dir=str(run_dir)
@@ -87,6 +90,7 @@ class Trackio:
     def __init__(self, run_id: str, run_dir: Path) -> None:
         import trackio
 
+        exempt_loopback()
         self._run = trackio.init(project=PROJECT, name=run_id, resume="allow", embed=False)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:

@@ -14,7 +14,7 @@ from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
 from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.settings import Precision
-from paceline.trajectory import LEAST_TEMPERATURE
+from paceline.trajectory import TEMPERATURE
 
 
 class SpeculationConfig(Config):
@@ -65,7 +65,7 @@ class SessionsConfig(Config):
     """Treatment of untrainable sampling (top_p below 1, a penalty ...) in a trainable session.
     refuse: refuse the request; override: use the run's sampling and report it in a header.
     """
-    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE, le=10)
+    temperature: float = Field(default=1.0, ge=TEMPERATURE.low, le=TEMPERATURE.high)
     """Temperature of such a session outside the tasks of a run, which have their own."""
     ended_tokens: int = Field(default=1 << 18, ge=0)
     """Tokens of ended sessions kept for export, newest first, at about 100 bytes each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.local.forking import Forker
 from paceline.local.process_directory import process_directory
-from paceline.models.reading import check_vocabulary, end_tokens, read_object
+from paceline.models.reading import EndToken, check_vocabulary, end_tokens, read_object
 from paceline.rpc import EPOCHS, EpochGuard
 from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway import metrics
@@ -63,10 +64,9 @@ _SHARES = 10_000
 log = get_logger(__name__)
 
 
-def _codec(config: GatewayConfig) -> TextCodec:
+def _codec(config: GatewayConfig, ends: Sequence[EndToken]) -> TextCodec:
     """The tokenizer, with the end tokens of the model."""
     directory = Path(config.tokenizer) if config.tokenizer else config.model_dir
-    ends = end_tokens(config.model_dir)
     return TextCodec(directory, end_ids=[one.token_id for one in ends])
 
 
@@ -83,7 +83,8 @@ class Gateway:
         self.config = config
         self.shard = place.shard if place else Shard()
         self.model = config.model_dir.resolve().name
-        self.codec = _codec(config)
+        self._ends = end_tokens(config.model_dir)
+        self.codec = _codec(config, self._ends)
         check_vocabulary(
             self.codec.files, read_object(config.model_dir / "config.json").get("vocab_size")
         )
@@ -135,13 +136,12 @@ class Gateway:
 
     def _log_end_tokens(self) -> None:
         """Log the end tokens; a warning where the model has none."""
-        model = self.config.model_dir
-        if ends := end_tokens(model, self.codec.files):
-            log.info("end tokens", tokens=[str(one) for one in ends])
+        if self._ends:
+            log.info("end tokens", tokens=[str(one) for one in self._ends])
         else:
             log.warning(
                 "no file of the model names an end token: answers end at max_tokens",
-                model=str(model),
+                model=str(self.config.model_dir),
             )
 
     def _room(self, workers: int) -> int:

@@ -55,11 +55,12 @@ def compared(model: Path, tokenizer: Path) -> list[Finding]:
         seen = f"transformers cannot read {tokenizer}: {type(error).__name__}: {error}"
         return [Finding(READING, "warn", seen[:400], _ADVICE)]
     codec = TextCodec(tokenizer)
+    ends = [one.token_id for one in end_tokens(model, codec.files)]
     found = [
-        *_ends(model, codec, theirs),
+        *_ends(model, ends, codec, theirs),
         *_texts(codec, theirs),
         *_chats(codec, theirs),
-        *_bytes(model, codec, theirs),
+        *_bytes(model, ends, codec, theirs),
     ]
     return found or [Finding(READING, "ok", f"{tokenizer} is read as transformers reads it")]
 
@@ -71,8 +72,7 @@ def _load(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
-def _ends(model: Path, codec: TextCodec, theirs: Any) -> Iterator[Finding]:
-    ours = {one.token_id for one in end_tokens(model, codec.files)}
+def _ends(model: Path, ours: Sequence[int], codec: TextCodec, theirs: Any) -> Iterator[Finding]:
     if theirs.eos_token_id is not None and theirs.eos_token_id not in ours:
         seen = f"transformers ends at {theirs.eos_token_id} {theirs.eos_token!r}, not in {ours}"
         yield Finding("end tokens", "fail", seen, "eos_token in tokenizer_config.json")
@@ -122,20 +122,21 @@ def _chats(codec: TextCodec, theirs: Any) -> Iterator[Finding]:
                 )
             continue
         if ours != other:
-            yield Finding(name, "fail", _parted(ours, other), _ADVICE)
+            at = slice(begin := _parting(ours, other), begin + _SHOWN // 3)
+            seen = f"at character {begin} {ours[at]!r}, in transformers {other[at]!r}"
+            yield Finding(name, "fail", seen, _ADVICE)
             continue
         ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **given)
-        if list(codec.encode_chat(request)) != ids:
-            where = _difference(codec, list(codec.encode_chat(request)), ids)
-            yield Finding(name, "warn", where)
+        told = list(codec.encode_chat(request))
+        if told != ids:
+            yield Finding(name, "fail", _difference(codec, told, ids), _ADVICE)
 
 
-def _bytes(model: Path, codec: TextCodec, theirs: Any) -> Iterator[Finding]:
+def _bytes(model: Path, ends: Sequence[int], codec: TextCodec, theirs: Any) -> Iterator[Finding]:
     """Bytes that a grammar has of a token, against transformers' text of the token in a text."""
     if find_spec("llguidance") is None:
         return
     vocab_size = read_object(model / "config.json").get("vocab_size", codec.files.size)
-    ends = [one.token_id for one in end_tokens(model, codec.files)]
     try:
         ours = grammar_bytes(codec.files.directory, vocab_size, ends)
     except PacelineError as error:
@@ -165,8 +166,7 @@ def grammar_bytes(directory: Path, vocab_size: int, end_ids: Sequence[int]) -> l
 
 
 def _difference(codec: TextCodec, ours: Sequence[int], theirs: Sequence[int]) -> str:
-    pairs = zip(ours, theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    at = _parting(ours, theirs)
 
     def shown(ids: Sequence[int]) -> str:
         return (
@@ -176,10 +176,10 @@ def _difference(codec: TextCodec, ours: Sequence[int], theirs: Sequence[int]) ->
     return f"at token {at} {shown(ours)}, in transformers {shown(theirs)}"
 
 
-def _parted(ours: str, theirs: str) -> str:
+def _parting(ours: Sequence[object], theirs: Sequence[object]) -> int:
+    """The first place at which the two differ."""
     pairs = zip(ours, theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    return f"at character {at} {ours[at : at + 40]!r}, in transformers {theirs[at : at + 40]!r}"
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 
 
 def main(argv: Sequence[str]) -> None:

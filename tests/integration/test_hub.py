@@ -68,6 +68,17 @@ def test_init_says_what_it_downloads_and_a_second_time_nothing(hub: Hub, tmp_pat
     assert not any("model.safetensors" in path for path in hub.asked)
 
 
+def test_a_mirror_on_this_machine_is_asked_without_a_proxy(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name.upper(), raising=False)
+        monkeypatch.setenv(name, "" if name == "no_proxy" else nobody())
+    done = paceline("init", "acme/tiny", "--out", "mine.toml", url=hub.url, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"acme/tiny at {SHA[:12]}: downloading" in done.stderr
+
+
 def test_without_the_hub_what_was_downloaded_before_serves(hub: Hub, tmp_path: Path) -> None:
     done = paceline("init", "acme/tiny", "--out", "a.toml", url=hub.url, home=tmp_path)
     assert done.returncode == 0, done.stderr

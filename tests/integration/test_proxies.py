@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import requests
 from ipv6 import LOOPBACK_HOSTS
 
+from paceline.addresses import exempt_loopback
 from paceline.client import AsyncClient, Backoff, Client
 from paceline.config import SecurityConfig
 from paceline.errors import PacelineError
@@ -122,6 +127,24 @@ async def test_an_sglang_router_on_this_machine_is_reached_without_a_proxy() -> 
         finally:
             await entry.stop()
         assert router.lines[0] == "GET /workers HTTP/1.1"
+
+
+@pytest.mark.usefixtures("_dead_proxies")
+@pytest.mark.parametrize("host", [*LOOPBACK_HOSTS, "127.0.0.2"])
+@pytest.mark.parametrize("exempt", ["", "gateway.invalid", "*"])
+@pytest.mark.parametrize("ask", [httpx.get, requests.get], ids=["httpx", "requests"])
+async def test_a_library_that_reads_the_variables_passes_no_proxy_on_this_machine(
+    ask: Callable[..., Any], exempt: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, exempt)
+    async with recording("127.0.0.1" if host == "localhost" else host) as server:
+        url = f"http://{host}:{server.port}/v1/models"
+        exempt_loopback(url, "http://other.invalid:1")
+        answer = await asyncio.to_thread(ask, url, timeout=patient(5))
+        assert answer.json()["object"] == "list"
+    assert os.environ["no_proxy"].startswith(exempt)
+    assert "other" not in os.environ["no_proxy"]
 
 
 async def test_a_channel_to_another_host_goes_to_its_proxy_unless_exempt(

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from paceline.addresses import loopback
 from paceline.config import ServiceConfig, load_config
+from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 from paceline.local.services import service
@@ -22,8 +23,9 @@ from paceline.local.supervisor import Supervisor, launch_of
 from paceline.local.tokens import use_run_tokens
 from paceline.messages import task_specs
 from paceline.report.solved import accuracy, pass_figures, truncated_share
-from paceline.rpc import channel, leased, rpc_errors
+from paceline.rpc import MOST_TASK_BYTES, channel, leased, rpc_errors
 from paceline.tasks import USUAL, Columns, Task, open_tasks
+from paceline.trajectory import TEMPERATURE
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, SamplingParams
@@ -54,10 +56,11 @@ class EvaluationOptions:
 async def evaluate(options: EvaluationOptions, console: Console, *, as_json: bool) -> int:
     """Starts a gateway for as long as it takes, prints the figures.
 
-    Raises InvalidInput for tasks that cannot be read, ConfigError for settings that cannot work,
-    Unavailable with the end of its log for a gateway that does not start.
+    Raises InvalidInput for tasks that cannot be read, ConfigError for settings that cannot work and
+    for tasks that do not fit into one call, Unavailable with the end of its log for a gateway that
+    does not start.
     """
-    tasks = open_tasks(str(options.tasks), columns=options.columns)[: options.prompts or None]
+    tasks = _tasks(options)
     with tempfile.TemporaryDirectory(prefix="paceline-eval-") as folder:
         words = _settings(options, folder)
         config = load_config(ServiceConfig, "local", [], words)
@@ -78,6 +81,15 @@ async def evaluate(options: EvaluationOptions, console: Console, *, as_json: boo
         console.print(of, highlight=False, soft_wrap=True, markup=False)
         console.print(_table(figures))
     return 0
+
+
+def _tasks(options: EvaluationOptions) -> Sequence[Task]:
+    if not TEMPERATURE.holds(options.temperature):
+        raise ConfigError("--temperature", seen=options.temperature, allowed=TEMPERATURE)
+    tasks = open_tasks(str(options.tasks), columns=options.columns)
+    count = options.prompts or len(tasks)
+    tasks.check_call("--prompts", count, most_bytes=MOST_TASK_BYTES, among=count)
+    return tasks[:count]
 
 
 def _settings(options: EvaluationOptions, folder: str) -> list[str]:

@@ -18,7 +18,7 @@ class GenerationOptions(TypedDict, total=False):
     """Keyword arguments of `generate`."""
 
     model: str  # the served one's name; left out, it is whatever is served
-    temperature: float  # 0 to 10; 1.0 unless given
+    temperature: float  # 0, or 1e-20 to 10; 1.0 unless given
     max_tokens: int
     stop: str | Sequence[str]
     seed: int

@@ -13,6 +13,7 @@ from paceline.config.shared import (
     SecurityConfig,
     ServiceConfig,
     TelemetryConfig,
+    Temperature,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SecurityConfig",
     "ServiceConfig",
     "TelemetryConfig",
+    "Temperature",
     "known_keys",
     "load_config",
     "print_config",

@@ -6,17 +6,35 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from paceline.addresses import loopback
 from paceline.config.base import Config
+from paceline.trajectory import TEMPERATURE
 
 RUN_ID = r"[a-z0-9-]{1,64}"
 """Pattern of a run's id."""
 SHARED_SECTIONS = ("run", "redis", "telemetry", "security", "addresses")
 SERVICE_SECTIONS = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
+
+
+def _drawable(temperature: float) -> float:
+    if not TEMPERATURE.holds(temperature):
+        raise PydanticCustomError(
+            "temperature", f"Input should be {TEMPERATURE}: a smaller one overflows"
+        )
+    return temperature
+
+
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=TEMPERATURE.high, allow_inf_nan=False),
+    AfterValidator(_drawable),
+]
+"""A softmax temperature within TEMPERATURE."""
 
 
 class RunConfig(Config):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.addresses import exempt_loopback
 from paceline.errors import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,8 +77,9 @@ def model_directory(model: str, say: Callable[[str], None]) -> Path:
 
 
 def _from_hub(repository: str, revision: str | None, say: Callable[[str], None]) -> Path:
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 
+    exempt_loopback(constants.ENDPOINT)
     about = HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_ASK_S)
     sizes = {
         file.rfilename: file.size or 0

@@ -7,12 +7,13 @@ from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
 from paceline.rpc.epochs import EPOCHS, EpochGuard, Track, check_run, leased
 from paceline.rpc.malloc import set_malloc_thresholds
 from paceline.rpc.security import check_events, names_loopback, scope_of
-from paceline.rpc.server import MESSAGE_CAP, Server
+from paceline.rpc.server import MESSAGE_CAP, MOST_TASK_BYTES, Server
 from paceline.rpc.status import error_from_rpc, rpc_errors
 
 __all__ = [
     "EPOCHS",
     "MESSAGE_CAP",
+    "MOST_TASK_BYTES",
     "EpochGuard",
     "Server",
     "Track",

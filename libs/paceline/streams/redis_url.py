@@ -24,7 +24,6 @@ class RedisUrl:
     """Address and connection settings of one server."""
 
     host: str
-    port: int
     settings: dict[str, Any] = field(repr=False)  # of a connection, as redis-py names them
     tls: bool
     socket: bool
@@ -57,5 +56,5 @@ def parse_redis_url(url: str) -> RedisUrl:
         settings: dict[str, Any] = dict(parse_url(url))
     except ValueError as error:
         raise ConfigError(f"not a Redis URL: {error}", seen=shown(url), allowed=ALLOWED) from error
-    host, port = settings.get("host", "localhost"), settings.get("port", 6379)
-    return RedisUrl(host, port, settings, scheme == "rediss", scheme == "unix")
+    host = settings.get("host", "localhost")
+    return RedisUrl(host, settings, scheme == "rediss", scheme == "unix")

@@ -15,7 +15,7 @@ from typing import overload
 
 import numpy as np
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.tasks.columns import MESSAGES, USUAL, Columns, task_of
 from paceline.tasks.rows import JsonLines, Rows
 from paceline.tasks.task import Task, TaskFileError
@@ -82,6 +82,21 @@ class TaskFile(Sequence[Task]):
         order = np.argsort(sizes, kind="stable")[::-1][:count]
         row = int(order[0]) if self._kept is None else self._kept[int(order[0])]
         return int(sizes[order].sum()), self._rows.place(row)
+
+    def check_call(
+        self, setting: str, count: int, *, most_bytes: int, among: int | None = None
+    ) -> None:
+        """Raises ConfigError where the texts of `count` tasks, which `setting` gives, may have more
+        than `most_bytes`. `among`: of the first so many tasks alone.
+        """
+        size, place = self.largest(count, among)
+        if size > most_bytes:
+            raise ConfigError(
+                f"{place}: the largest task; {count} of the largest do not fit into one call of "
+                f"the gateway; shorten or filter them, or lower {setting}",
+                seen=f"{size} bytes",
+                allowed=f"{most_bytes} bytes",
+            )
 
     def _task(self, row: int) -> Task:
         rows = self._rows

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from paceline.messages import task_specs
 from paceline.plugins import import_filter
-from paceline.rpc import MESSAGE_CAP, leased
+from paceline.rpc import MOST_TASK_BYTES, leased
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.services.coordinator.machine.state import Evaluation
 from paceline.tasks import Task, TaskCursor, TaskFile, open_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
-MOST_TASK_BYTES = MESSAGE_CAP * 7 // 8
-"""Of the texts of the tasks of one call; the rest is for ids, numbers and tags."""
 EVALUATION_SEED = 20_000
 """One for all evaluations, so that their values can be compared between steps and runs."""
 
@@ -173,7 +171,8 @@ def _heldout(config: CoordinatorConfig, path: str) -> Sequence[Task]:
         return []
     tasks, evaluation = open_tasks(path, columns=config.columns), config.evaluation
     most = max(evaluation.heldout_prompts, evaluation.probe_prompts)
-    _check_fits(tasks, most, "coordinator.evaluation.heldout_prompts", most)
+    setting = "coordinator.evaluation.heldout_prompts"
+    tasks.check_call(setting, most, among=most, most_bytes=MOST_TASK_BYTES)
     return tasks
 
 
@@ -194,22 +193,9 @@ def _enough(config: CoordinatorConfig, path: str) -> TaskFile:
             seen=rounds,
             allowed=f"0..{len(tasks) // config.prompts_per_step - 1}",
         )
-    _check_fits(tasks, config.prompts_per_step, "coordinator.prompts_per_step")
+    setting = "coordinator.prompts_per_step"
+    tasks.check_call(setting, config.prompts_per_step, most_bytes=MOST_TASK_BYTES)
     return tasks
-
-
-def _check_fits(tasks: TaskFile, count: int, setting: str, among: int | None = None) -> None:
-    """Raises ConfigError where `count` tasks, of the first `among`, may not fit into one call of
-    the gateway.
-    """
-    size, place = tasks.largest(count, among)
-    if size > MOST_TASK_BYTES:
-        raise ConfigError(
-            f"{place}: the largest task; {count} of the largest do not fit into one call of the "
-            f"gateway; shorten or filter them, or lower {setting}",
-            seen=f"{size} bytes",
-            allowed=f"{MOST_TASK_BYTES} bytes",
-        )
 
 
 def _distinct(cursor: TaskCursor, count: int, without: set[str]) -> list[Task]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from paceline.config import Config
+from paceline.config import Config, Temperature
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.speculators.kinds import SPECULATORS
 
@@ -67,7 +67,7 @@ class OfflineConfig(Config):
     """Train on the model's own answers to the prompts."""
     max_tokens: int = Field(default=256, ge=2)
     """Maximum tokens of such an answer."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Temperature = 1.0
     """Temperature of such an answer; 0 is greedy."""
     heldout_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of sequences for evaluation."""

@@ -29,7 +29,7 @@ from paceline.services.rollout_gateway.workers.lending import DRAIN_S, OUTLASTS_
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
 
-TRUNCATED = "truncate_prompt_tokens"
+TRUNCATED, SPECIAL = "truncate_prompt_tokens", "add_special_tokens"
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
 
 
@@ -254,6 +254,7 @@ class RolloutServicer(RolloutServiceServicer):
             gateway.shard.draw(lambda: f"gen-{uuid.uuid4().hex}"),
             forced_arm=request.forced_arm,
             size=size,
+            special=request.add_special_tokens if request.HasField(SPECIAL) else True,
             kept=kept,
         )
         match request.WhichOneof("prompt"):
@@ -261,6 +262,12 @@ class RolloutServicer(RolloutServiceServicer):
                 return (await planner.completions(asked, [request.text]))[0]
             case "token_ids":
                 return (await planner.completions(asked, [request.token_ids.ids]))[0]
+            case "conversation" if request.add_special_tokens:
+                raise InvalidInput(
+                    f"{SPECIAL}: the chat template writes those of a conversation",
+                    seen=True,
+                    allowed="false, or none",
+                )
             case "conversation":
                 given = request.conversation
                 read = partial(conversation, given, longest)

@@ -72,6 +72,7 @@ class Plan:
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
     parser: Callable[[], ChatParser] | None = None  # of a conversation: what parses the answer
+    unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that no prompt shows
     overridden: tuple[str, ...] = ()  # sampling that the session has changed, "name=value used"
     cut: bool = False  # of the prompt only the end is read
     prompt_text: str = ""  # of a completion that was asked for as text in a session

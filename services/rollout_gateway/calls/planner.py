@@ -91,6 +91,7 @@ class Planner:
             parent=turn if prompt.goes_on else None,
             digest=digests[-1],
             parser=prompt.parser,
+            unread=prompt.unread,
         )
         plan, run_temperature = self._cut(asked, plan), self._own(session, implicit=given is None)
         plans = await self._aside.run(

@@ -52,6 +52,7 @@ class ChatPrompt:
     parser: Callable[[], ChatParser]  # of one answer
     grammar: str = ""  # that the answer's calls of tools follow; empty: the model is free
     stop_ids: tuple[int, ...] = ()  # tokens that end the answer, besides the model's
+    unread: tuple[str, ...] = ()  # parts of messages (name, reasoning) that the template leaves out
     free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
@@ -105,7 +106,9 @@ class ChatPrompts:
 
         grammar = self._grammar(request, held or Held(), inside=inside)
         thinks = inside and not forced and not request.prefill
-        return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, THOUGHT if thinks else "")
+        unread = self._tools.unread(request, known.messages if known and goes_on else 0)
+        free_until = THOUGHT if thinks else ""
+        return ChatPrompt(ids, goes_on, parser, grammar, self._stop_ids, unread, free_until)
 
     def encode(self, request: ChatRequest, longest: int | None = None) -> tuple[int, ...]:
         """Ids of a whole conversation up to where the model speaks.
@@ -146,7 +149,7 @@ class ChatPrompts:
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
-            fitted, shift = self._tools.fitted(request)
+            fitted, shift = self._tools.fitted(request, known.messages)
             before = known.messages - 1 + shift
             rest = self._codec.encode_after(fitted, before, known.response_ids, longest)
             if rest is not None:

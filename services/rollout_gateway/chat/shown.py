@@ -1,5 +1,5 @@
-"""Finds the tools, calls and results that a chat template drops, and refuses them by name or puts
-them into the default tool prompt.
+"""Finds what a chat template drops: refuses tools, calls, the text beside calls and results by name
+or puts them into the default tool prompt; names the other parts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from paceline.errors import InvalidInput
-from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
+from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall
 from paceline.services.rollout_gateway.chat.text import TextCodec
 from paceline.services.rollout_gateway.chat.tool_formats import SpelledCall, ToolFormat
 
+_SHOWN = 80
+"""Characters of a part that an error shows."""
 ToolPrompt = Literal["refuse", "default"]
 Tools = tuple[Mapping[str, Any], ...]
 _USER = Message("user", "Hello")
@@ -31,6 +33,16 @@ _RESULTS = tuple(
     Message("tool", f"pacelineresultprobe{one}", tool_call_id=call.call_id)
     for one, call in zip("fg", _CALLS, strict=True)
 )
+_TEXT = "pacelinetextprobe"
+_PART = "pacelinepartprobe"
+_PARTS = ("name", "reasoning")
+_BEFORE: Mapping[Role, tuple[Message, ...]] = {
+    "system": (),
+    "user": (),
+    "assistant": (_USER,),
+    "tool": (_USER, Message("assistant", tool_calls=_CALLS[:1])),
+}
+"""Messages before one of each role."""
 ALLOWED = 'a model whose template does, or gateway.chat.tool_prompt="default"'
 
 
@@ -40,13 +52,20 @@ class Shown(NamedTuple):
     tools: bool
     calls: bool
     several: bool  # calls of one message behind the first
+    beside: bool  # text of a message with calls
     results: bool
 
-    def writes(self, message: Message) -> bool:
-        """Whether all calls of a message are written."""
-        return not message.tool_calls or (
-            self.calls and (self.several or len(message.tool_calls) == 1)
-        )
+    def dropped(self, message: Message) -> tuple[str, str]:
+        """The kind of part of a message with calls that is not written, and the part; or empty."""
+        calls = message.tool_calls
+        names = ", ".join(call.name for call in calls)
+        if calls and not self.calls:
+            return "tool calls", names
+        if len(calls) > 1 and not self.several:
+            return "more than one tool call of a message", names
+        if calls and message.content.strip() and not self.beside:
+            return "text beside tool calls", message.content[:_SHOWN]
+        return "", ""
 
 
 class ShownTools:
@@ -59,16 +78,17 @@ class ShownTools:
         self._format = tool_format
         self._default = tool_prompt == "default"
         self._known: dict[bool, Shown] = {}  # by whether there are tools
+        self._read: dict[tuple[str, Role, bool], bool] = {}
 
-    def fitted(self, request: ChatRequest) -> tuple[ChatRequest, int]:
+    def fitted(self, request: ChatRequest, kept: int = 0) -> tuple[ChatRequest, int]:
         """The request with all its tools, calls and results where the template shows them, and the
-        number of messages that were put before it.
+        number of messages that were put before it. `kept`: first messages whose tokens are known.
 
         Raises InvalidInput for parts that the template drops, where there is no default prompt.
         """
         if not request.messages or not holds_tools(request):
             return request, 0
-        wrong = next(self._dropped(request), None)
+        wrong = next(self._dropped(request, kept), None)
         if wrong is None:
             return request, 0
         if not self._default:
@@ -88,21 +108,43 @@ class ShownTools:
             if missing is not None:
                 raise InvalidInput(
                     f"{part} does not stand in the prompt that the chat template writes",
-                    seen=missing[:80],
+                    seen=missing[:_SHOWN],
                     allowed=ALLOWED,
                 )
 
-    def _dropped(self, request: ChatRequest) -> Iterator[tuple[str, str]]:
+    def unread(self, request: ChatRequest, kept: int = 0) -> tuple[str, ...]:
+        """Of `name` and `reasoning` those that a message has and the template writes for no message
+        of its role. `kept`: first messages whose tokens are known.
+        """
+        given = {
+            (part, message.role)
+            for message in request.messages[kept:]
+            for part in _PARTS
+            if getattr(message, part)
+        }
+        tools = (_TOOL,) if request.tools else ()
+        return tuple(sorted({part for part, role in given if not self._reads(part, role, tools)}))
+
+    def _reads(self, part: str, role: Role, tools: Tools) -> bool:
+        """Whether the template writes that part; what it refuses counts as written."""
+        key = part, role, bool(tools)
+        if key not in self._read:
+            plain = _RESULTS[0] if role == "tool" else Message(role, "Hello")
+            given: dict[str, Any] = {part: _PART}
+            begun = (*_BEFORE[role], replace(plain, **given))
+            text = self._rendered(tools, begun, (*begun, _USER))
+            self._read[key] = not text or _PART in text
+        return self._read[key]
+
+    def _dropped(self, request: ChatRequest, kept: int) -> Iterator[tuple[str, str]]:
         """(the fault, names) of each kind of part that the template drops."""
         shown = self._shown(request)
         if request.tools and not shown.tools:
             yield "tools: the chat template does not show tools", ", ".join(request.tool_names())
-        for index, message in enumerate(request.messages):
-            calls = message.tool_calls
-            if calls and not shown.writes(message):
-                kind = "tool calls" if not shown.calls else "more than one tool call of a message"
-                names = ", ".join(call.name for call in calls)
-                yield f"messages: the chat template does not show {kind}", names
+        for index, message in enumerate(request.messages[kept:], kept):
+            kind, seen = shown.dropped(message)
+            if kind:
+                yield f"messages: the chat template does not show {kind}", seen
             if message.role == "tool" and not shown.results:
                 seen = message.name or message.tool_call_id or f"messages[{index}]"
                 yield "messages: the chat template does not show tool results", seen
@@ -125,10 +167,14 @@ class ShownTools:
         one = both or self._rendered(
             tools, (_USER, replace(said, tool_calls=_CALLS[:1]), _RESULTS[0])
         )
+        calls = _CALLS if both else _CALLS[:1]
+        talking = replace(said, content=_TEXT, tool_calls=calls)
+        texts = one and self._rendered(tools, (_USER, talking, *_RESULTS[: len(calls)]))
         return Shown(
             tools=not tools or not alone or _holds(alone, _TOOL["function"]["name"]),
             calls=not one or _CALLS[0].name in one,
             several=not both or _CALLS[1].name in both,
+            beside=not texts or _TEXT in texts,
             results=not one or _RESULTS[0].content in one,
         )
 
@@ -158,7 +204,7 @@ class ShownTools:
 
 def _as_text(message: Message, shown: Shown, spelling: ToolFormat) -> Message:
     """The message, its calls or result as text where the template does not write them."""
-    if not shown.writes(message):
+    if shown.dropped(message)[0]:
         calls = [SpelledCall(one.name, one.arguments or "{}") for one in message.tool_calls]
         content = "\n".join(filter(None, (message.content, spelling.written(calls))))
         return replace(message, content=content, tool_calls=())

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from paceline.errors import InvalidInput
-from paceline.trajectory import LEAST_TEMPERATURE
+from paceline.trajectory import INT_LIMIT, TEMPERATURE, Range
 
-INT_LIMIT = 2**31
 UNSEEDED = -1
 """Seed of a request for which nobody has named one."""
 MAX_BIASED_TOKENS = 300
@@ -91,33 +90,9 @@ class Sampling:
         return self.penalised or bool(self.logit_bias) or self.confined
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Values that a number may have; NaN is in none."""
-
-    low: float
-    high: float
-    above: bool = False  # low itself is out
-    or_zero: bool = False  # 0 is in as well, below low
-
-    def holds(self, value: float) -> bool:
-        """Whether a value may be used."""
-        if self.or_zero and value == 0:
-            return True
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        high = "" if self.high >= INT_LIMIT - 1 else f"{self.high:g}"
-        if self.above:
-            return f"above {self.low:g} and at most {high}"
-        if self.or_zero:
-            return f"0, or {self.low:g} to {high}"
-        return f"{self.low:g} to {high}" if high else f"at least {self.low:g}"
-
-
 RANGES = {
     "max_tokens": Range(1, INT_LIMIT - 1),
-    "temperature": Range(LEAST_TEMPERATURE, 10, or_zero=True),
+    "temperature": TEMPERATURE,
     "top_p": Range(0, 1, above=True),
     "top_k": Range(0, INT_LIMIT - 1),
     "min_p": Range(0, 1),

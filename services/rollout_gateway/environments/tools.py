@@ -15,7 +15,7 @@ from typing import Any
 from paceline.services.rollout_gateway.chat.messages import ToolCall
 from paceline.services.rollout_gateway.environments.calculator import CalculationError, calculate
 from paceline.services.rollout_gateway.sandbox import Sandbox, SandboxResult
-from paceline.whole_text import whole_text
+from paceline.whole_text import is_whole, whole_text
 
 MAX_ANSWER_CHARACTERS = 8000
 
@@ -143,8 +143,9 @@ def shortened(text: str) -> str:
 def _arguments(text: str) -> Any:
     try:
         found = json.loads(text)
-        # Escapes can spell half of a character, which no program, server or template can be sent.
-        json.dumps(found, ensure_ascii=False).encode()
+        whole = is_whole(json.dumps(found, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from error
+    if not whole:  # no program, server or template can be sent it
+        raise ToolError("the arguments hold half of a surrogate pair")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ from paceline.config.tables import read_tables, write_tables
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.local.redis import RedisLauncher
+from paceline.rpc import MOST_TASK_BYTES
 from paceline.services.coordinator.config import CoordinatorConfig
 from paceline.streams import run_key
 from paceline.streams.journal_line import pack_entry
@@ -229,3 +231,25 @@ def test_init_says_how_to_start(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "paceline up --config paceline.toml" in done.stdout
     assert os.access(tmp_path / "paceline.toml", os.R_OK)
+
+
+def test_an_evaluation_whose_tasks_do_not_fit_into_its_call_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    tasks = tmp_path / "t.jsonl"
+    lines = [json.dumps({"prompt": "1" * (3 << 20), "answer": "2"}) for _ in range(3)]
+    tasks.write_text("\n".join(lines))
+    done = paceline("eval", str(POLICY), str(tasks), "--max-tokens", "1")
+    assert done.returncode == 2
+    assert "3 of the largest do not fit into one call of the gateway" in done.stderr
+    assert "lower --prompts" in done.stderr
+    assert f"allowed: {MOST_TASK_BYTES} bytes" in done.stderr
+
+
+@pytest.mark.parametrize("temperature", ["1e-30", "11"])
+def test_an_evaluation_at_a_temperature_out_of_range_is_refused_at_the_start(
+    temperature: str,
+) -> None:
+    done = paceline("eval", str(POLICY), str(TASKS), "--temperature", temperature)
+    assert done.returncode == 2
+    assert "allowed: 0, or 1e-20 to 10" in done.stderr

@@ -1,13 +1,17 @@
 """Reading settings: precedence, unknown keys, values that do not fit."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from paceline.config import Config, ServiceConfig, known_keys, load_config
 from paceline.errors import ConfigError
+from paceline.services.coordinator.config import EvaluationConfig
+from paceline.services.drafter_trainer.offline.config import OfflineConfig
+from paceline.trajectory import TEMPERATURE
 
 
 class EngineConfig(Config):
@@ -176,3 +180,21 @@ def test_known_keys_are_all_dotted_leaves() -> None:
         "spare.dtype",
         "spare.threads",
     ]
+
+
+@pytest.mark.parametrize("seen", [1e-30, 10.5, math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [(EvaluationConfig, {}), (OfflineConfig, {"data": "d", "model": "m"})],
+    ids=["evaluation", "offline"],
+)
+def test_a_temperature_that_is_no_drawable_one_is_refused_with_the_range(
+    kind: type[Config], needed: dict[str, str], seen: float
+) -> None:
+    for drawable in (0, TEMPERATURE.low, 10):
+        kind.model_validate({**needed, "temperature": drawable})
+    with pytest.raises(ValidationError, match="temperature"):
+        kind.model_validate({**needed, "temperature": seen})
+    if 0 < seen < 1:
+        with pytest.raises(ValidationError, match=f"{TEMPERATURE}: a smaller one overflows"):
+            kind.model_validate({**needed, "temperature": seen})

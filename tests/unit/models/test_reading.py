@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_models import CHATML, byte_level, metaspace, prepending
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from chat_models import CHATML
+from tokenizer_families import CORPUS, FAMILIES, byte_level
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from paceline.errors import ConfigError
@@ -40,46 +40,6 @@ SHAPE = {
 }
 
 
-def bytes_as_characters(special: list[str]) -> Tokenizer:
-    """Characters for bytes behind a ByteFallback decoder, as transformers' GGUF conversion has."""
-    tokenizer = byte_level(special)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Replace("▁", " "),
-            decoders.ByteLevel(),
-        ]
-    )
-    return tokenizer
-
-
-def unigram(special: list[str]) -> Tokenizer:
-    """A Unigram model with bytes for unknown characters."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Fuse(), decoders.Metaspace()]
-    )
-    trainer = trainers.UnigramTrainer(vocab_size=80, unk_token="<unk>", special_tokens=["<unk>"])
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    spelled = json.loads(tokenizer.to_str())
-    spelled["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
-    spelled["model"]["byte_fallback"] = True
-    tokenizer = Tokenizer.from_str(json.dumps(spelled))
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in special])
-    return tokenizer
-
-
-FAMILIES: dict[str, Callable[[list[str]], Tokenizer]] = {
-    "byte level": byte_level,
-    "metaspace with bytes": lambda special: metaspace(special, "first"),
-    "prepended space with bytes": prepending,
-    "characters for bytes": bytes_as_characters,
-    "unigram": unigram,
-}
-
-
 def write(directory: Path, tokenizer: Tokenizer, shape: dict[str, Any], **settings: Any) -> None:
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -100,7 +60,7 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "real":
         found: Path = request.getfixturevalue("real_model")
         return found
-    write(tmp_path, FAMILIES[request.param](NAMES), {"eos_token_id": 3})
+    write(tmp_path, FAMILIES[request.param](NAMES, (*CORPUS, *TEXTS)), {"eos_token_id": 3})
     return tmp_path
 
 
@@ -241,8 +201,20 @@ def test_the_probe_names_each_difference_and_refuses_a_misread_text(
         TextCodec, "encode", lambda codec, text, *more, **named: encode(codec, text + "!")
     )
     found = [one for one in compared(model, model) if one.verdict == "fail"]
-    assert [one.check for one in found] == ["encoding"]
+    assert [one.check for one in found] == ["encoding", "chat", "chat with tools"]
     assert "in transformers nothing" in found[0].seen
+
+
+def test_the_probe_refuses_other_tokens_of_a_chat_than_transformers_has(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = TextCodec.encode_chat
+    monkeypatch.setattr(
+        TextCodec, "encode_chat", lambda codec, *given: (*encode(codec, *given)[1:], 5)
+    )
+    found = [one for one in compared(family, family) if one.verdict == "fail"]
+    assert [one.check for one in found] == ["chat", "chat with tools"]
+    assert "at token 0" in found[0].seen
 
 
 def test_a_malformed_tokenizer_is_a_wrong_setting(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Beyond:
 
     harmless: Mapping[str, Values] = field(default_factory=dict)
     neutral: Mapping[str, Values] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Parts of messages that a chat template may leave out, and the path of each."""
 
     def judge(self, body: BaseModel) -> tuple[str, ...]:
         """Paths of the harmless fields that a body holds, sorted; forgets all it holds beyond.
@@ -184,6 +186,7 @@ CHAT = Beyond(
         "stream_reasoning": (True,),
         "include_reasoning": (True,),
     },
+    {"name": "messages[].name", "reasoning": "messages[].reasoning_content"},
 )
 TOKENS = Beyond(_CHAT_MESSAGES, {**_CHAT_PARTS, "return_token_strs": (False,)})
 RESPONSES = Beyond(
@@ -219,6 +222,7 @@ RESPONSES = Beyond(
         "input[].content[].type": None,
         "input[].summary[].type": None,
     },
+    {"reasoning": "input[].summary"},
 )
 MESSAGES = Beyond(
     _any(
@@ -246,4 +250,5 @@ MESSAGES = Beyond(
         "tool_choice.disable_parallel_tool_use",
     ),
     {"tools[].defer_loading": (False,)},
+    {"reasoning": "messages[].content[].thinking"},
 )

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from paceline import config
 from paceline.services.rollout_gateway.api.http.beyond import NOTHING, Beyond
 from paceline.services.rollout_gateway.engines.sampling import MAX_STOPS, RANGES, Sampling
 from paceline.v1 import trajectory_pb2 as tpb
@@ -198,15 +199,7 @@ def within(name: str, *, whole: bool = False) -> Any:
     )
 
 
-def _drawable(temperature: float) -> float:
-    if not RANGES["temperature"].holds(temperature):
-        raise PydanticCustomError(
-            "temperature", f"Input should be {RANGES['temperature']}: a smaller one overflows"
-        )
-    return temperature
-
-
-Temperature = Annotated[float, within("temperature"), AfterValidator(_drawable), NullIs(1.0)]
+Temperature = Annotated[config.Temperature, NullIs(1.0)]
 TopP = Annotated[float, within("top_p"), NullIs(1.0)]
 Limit = Annotated[int, within("max_tokens", whole=True)]
 TopK = Annotated[

@@ -102,8 +102,10 @@ def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
         gateway.admit()
         plans = await answers.plans()
         request.state.overridden = plans[0].overridden
-        if not plans[0].sampling.tool_grammar:
-            request.state.ignored = tuple(sorted({*request.state.ignored, *asked.unheeded()}))
+        unheeded = () if plans[0].sampling.tool_grammar else asked.unheeded()
+        paths = body.beyond.unread
+        unread = [paths[part] for part in plans[0].unread if part in paths]
+        request.state.ignored = tuple(sorted({*request.state.ignored, *unheeded, *unread}))
         calls = [gateway.call(plan) for plan in plans]
         answer: Response
         if answers.body.stream:

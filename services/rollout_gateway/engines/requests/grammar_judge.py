@@ -26,7 +26,7 @@ from paceline.services.rollout_gateway.engines.requests.json_schema import (
 )
 
 BUILD_DEADLINE_S = 2.0
-"""A grammar that takes longer is refused."""
+"""A grammar that takes longer is refused; the deadline is patient."""
 START_DEADLINE_S = 60.0
 """Until the process has read the tokenizer."""
 MAX_ADDRESS_BYTES = 8 << 30
@@ -45,17 +45,18 @@ class GrammarJudge:
         """Raises GrammarFault for a grammar that cannot be built, or not in time."""
         process = self._process or self._start()
         assert process.stdin is not None
+        deadline_s = patient(BUILD_DEADLINE_S)
         try:
             process.stdin.write(json.dumps(grammar).encode() + b"\n")
             process.stdin.flush()
-            fault = self._answer(process, patient(BUILD_DEADLINE_S))
+            fault = self._answer(process, deadline_s)
         except OSError:
             fault = None
 
         if fault is None:
             self.close()
             raise GrammarFault(
-                f"its grammar was not built within {BUILD_DEADLINE_S:g} s and "
+                f"its grammar was not built within {deadline_s:g} s and "
                 f"{MAX_ADDRESS_BYTES >> 30} GiB"
             )
 

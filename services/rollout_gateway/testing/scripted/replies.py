@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.models.reading import read_text
 from paceline.services.rollout_gateway.testing.scripted.script import (
     Reply,
     ScriptedSpec,
@@ -40,11 +42,13 @@ class _Reply:
 class Script:
     """The answers of one script.
 
-    Raises ConfigError when replies have no tokenizer, InvalidInput for foreign tokens.
+    Raises ConfigError where replies have no tokenizer or it cannot be read, InvalidInput for
+    foreign tokens.
     """
 
     def __init__(self, spec: ScriptedSpec) -> None:
-        tokenizer = Tokenizer.from_file(spec.tokenizer) if spec.tokenizer else None
+        given = spec.tokenizer
+        tokenizer = read_text(Path(given).parent).tokenizer() if given else None
         if spec.replies and tokenizer is None:
             raise ConfigError(
                 "replies need the setting `tokenizer`",

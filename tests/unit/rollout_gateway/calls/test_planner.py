@@ -8,9 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from chat_models import CHATML, MODELS, byte_level, codec_of, vocab_size
+from chat_models import CHATML, MODELS, codec_of, vocab_size
 from dialogue_engine import Desk, Saying, done, sampling
 from session_turns import session
+from tokenizer_families import byte_level
 
 from paceline.errors import (
     FailedPrecondition,

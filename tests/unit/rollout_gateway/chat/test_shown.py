@@ -9,15 +9,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from chat_models import CHATML, HEADERS, PLAIN, byte_level, codec_of, vocab_size
+from chat_models import (
+    CHATML,
+    HEADERS,
+    MODELS,
+    PLAIN,
+    THINKING,
+    ChatModel,
+    codec_of,
+    vocab_size,
+)
 from dialogue_engine import Desk, Saying, sampling
 from session_turns import session
+from tokenizer_families import byte_level
 
 from paceline.errors import InvalidInput
 from paceline.services.rollout_gateway.calls.planner import Asked
 from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message, ToolCall
 from paceline.services.rollout_gateway.chat.parse import ChatParser
-from paceline.services.rollout_gateway.chat.prompts import ChatPrompts
+from paceline.services.rollout_gateway.chat.prompts import ChatPrompts, Known
 from paceline.services.rollout_gateway.chat.tool_formats import (
     TOOL_FORMATS,
     Offered,
@@ -40,6 +50,10 @@ FIRST_CALL = TURNS.replace(
     "{{ m.content }}",
     "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}",
 )
+CALLS_ALONE = TURNS.replace(
+    "{{ m.content }}",
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% else %}{{ m.content }}{% endfor %}",
+)
 WITHOUT_RESULTS = """{% for m in messages %}
 {%- if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}
 {%- for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endif %}
@@ -55,6 +69,11 @@ DROPS: dict[str, tuple[str, ChatRequest, str]] = {
         FIRST_CALL,
         ChatRequest((USER, replace(CALLED, tool_calls=CALLS), RESULT)),
         "messages: .*more than one tool call.*get_weather, get_time",
+    ),
+    "text beside calls": (
+        CALLS_ALONE,
+        ChatRequest((USER, replace(CALLED, content="Let me look."), RESULT)),
+        "messages: .*text beside tool calls; seen: Let me look",
     ),
     "results": (
         WITHOUT_RESULTS,
@@ -117,7 +136,9 @@ def test_a_template_is_probed_once() -> None:
     assert (first > 1, count) == (True, 1)
 
 
-@pytest.mark.parametrize("name", ["tools", "calls", "all calls but the first", "results"])
+@pytest.mark.parametrize(
+    "name", [one for one in DROPS if one != "tools that are no last message's"]
+)
 def test_what_a_template_drops_stands_in_the_default_tool_prompt(name: str) -> None:
     template, request, _ = DROPS[name]
     text = rendered(prompts(template, tool_prompt="default", tool_format="hermes"), request)
@@ -129,6 +150,55 @@ def test_what_a_template_drops_stands_in_the_default_tool_prompt(name: str) -> N
         assert message.content in text
     if request.tools:
         assert '<tool_call>\n{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}' in text
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda one: one.name)
+def test_text_beside_calls_stands_in_the_prompt_or_is_refused(model: ChatModel) -> None:
+    where = ChatPrompts(ChatConfig(), model.codec)
+    said = replace(CALLED, content="Let me look.")
+    request = ChatRequest((USER, said, RESULT))
+    if model.name in ("chatml", "thinking"):
+        assert "Let me look." in rendered(where, request)
+    else:
+        kind = "tool calls" if model.name == "plain" else "text beside tool calls"
+        with pytest.raises(InvalidInput, match=f"does not show {kind}"):
+            where.encode(request)
+    if model.name != "plain":
+        empty = replace(request, messages=(USER, replace(said, content=" \n"), RESULT))
+        assert "get_weather" in rendered(where, empty)
+
+
+def test_text_beside_calls_of_a_known_answer_is_kept_by_its_tokens() -> None:
+    where = prompts(CALLS_ALONE)
+    codec = where._codec
+    begun = where.prompt(ChatRequest((USER,)), None).ids
+    said = codec.encode_piece("Let me look. get_weather")
+    known = Known(2, (*begun, *said), said)
+    request = ChatRequest((USER, replace(CALLED, content="Let me look."), RESULT))
+    found = where.prompt(request, known)
+    assert found.goes_on
+    assert "Let me look. get_weather<|im_end|>" in codec.decode_all(found.ids)
+
+
+NAMES = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [(CHATML, ("name", "reasoning")), (THINKING, ("name",)), (NAMES, ("reasoning",))],
+    ids=["neither", "reasoning", "names"],
+)
+def test_names_and_reasoning_that_no_prompt_shows_are_named(
+    template: str, unread: tuple[str, ...]
+) -> None:
+    where = prompts(template)
+    thought = Message("assistant", "Rain.", reasoning="Hm.")
+    talk = (replace(USER, name="Ann"), thought, replace(USER, name="Bo"))
+    assert where.prompt(ChatRequest(talk), None).unread == unread
+    assert where.prompt(ChatRequest((USER,)), None).unread == ()
+    tokens = where.encode(ChatRequest(talk[:1]))
+    known = Known(2, tokens, ())
+    assert where.prompt(ChatRequest((*talk[:2], USER)), known).unread == ()
 
 
 def test_the_default_tool_prompt_needs_a_format_and_a_place_for_it() -> None:

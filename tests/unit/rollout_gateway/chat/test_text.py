@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from chat_models import add_bos, byte_level, codec_of, metaspace, prepending
+from chat_models import codec_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizer_families import add_bos, byte_level, metaspace, prepending
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 

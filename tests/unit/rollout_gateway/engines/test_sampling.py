@@ -46,6 +46,11 @@ PROMISED = {
 }
 
 
+def test_the_wire_names_the_range_of_temperatures() -> None:
+    wire_file = DEMO.parents[2] / "proto" / "paceline" / "v1" / "trajectory.proto"
+    assert f"0 is greedy. Range: {RANGES['temperature']}." in wire_file.read_text()
+
+
 def over_http(name: str, value: float) -> None:
     message = {"role": "user", "content": "x"}
     ChatBody.model_validate({"messages": [message], "logprobs": True, name: value})

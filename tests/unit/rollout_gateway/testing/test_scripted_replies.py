@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_an_answer_is_its_text_encoded_and_the_end_token() -> None:
         *TOKENIZER.encode(CALL, add_special_tokens=False).ids,
         1,
     )
+
+
+def test_a_token_that_only_tokenizer_config_adds_is_one_token_of_a_reply(tmp_path: Path) -> None:
+    shutil.copy(TOKENIZER_FILE, tmp_path)
+    added = {"320": {"content": "<call>", "special": True}}
+    settings = json.dumps({"added_tokens_decoder": added})
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    reply = {"pattern": "2", "texts": ["<call>"]}
+    words = {"tokenizer": str(tmp_path / "tokenizer.json"), "vocab_size": 321}
+    assert said(spec(reply, **words), "2") == (320, 1)
+    assert said(spec({**reply, "pattern": "<call>$"}, **words), (320,)) == (320, 1)
 
 
 def test_a_dialogue_goes_on_by_what_the_tools_said() -> None:

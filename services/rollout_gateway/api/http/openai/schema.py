@@ -50,11 +50,11 @@ from paceline.services.rollout_gateway.chat.messages import (
 )
 from paceline.services.rollout_gateway.engines.sampling import (
     BIAS,
-    INT_LIMIT,
     MAX_ALLOWED_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_STOP_TOKENS,
 )
+from paceline.trajectory import INT_LIMIT
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]

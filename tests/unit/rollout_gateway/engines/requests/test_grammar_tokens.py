@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from unicodedata import category
 import jsonschema_rs
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizer_families import FAMILIES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig, read_config
@@ -29,96 +29,25 @@ TEXTS = [
     'hello wörld, größe naïve 日本語 αβγ 😀👍🏽 {"a": [1, 2.5, true, null]} 0123456789-',
     "the cat sat on the mat 日本 猫 ñandú été \\ / : ; ! ? ( ) < > _ # % & * + = ~",
 ] * 4
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<unk>", "</s>"]
-END = 1
 PADDING = 37
-FALLBACK = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
 
 
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
+def family_of(name: str) -> Tokenizer:
+    if name == "WordPiece":
+        return word_piece()
+    return FAMILIES[name](SPECIAL, TEXTS)
 
 
-def characters_for_bytes() -> Tokenizer:
-    """As transformers' conversion of GGUF files writes Llama 3's."""
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Replace("▁", " "),
-            decoders.ByteLevel(),
-        ]
-    )
-    return tokenizer
+def end_of(tokenizer: Tokenizer) -> int:
+    return int(tokenizer.token_to_id("</s>"))
 
 
 def characters_left_as_they_are() -> Tokenizer:
     """GPT-2's alphabet behind a decoder that does not know it."""
-    tokenizer = byte_level()
+    tokenizer = family_of("byte level")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
-
-
-def sentence_piece(*, strip: bool) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend("▁")] if strip else []), normalizers.Replace(" ", "▁")]
-    )
-    stages = [*FALLBACK, *([decoders.Strip(" ", 1, 0)] if strip else [])]
-    tokenizer.decoder = decoders.Sequence(stages)
-    trainer = trainers.BpeTrainer(
-        vocab_size=430,
-        special_tokens=[*SPECIAL, *BYTES],
-        limit_alphabet=90,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text.replace(" ", "▁") for text in TEXTS], trainer)
-    return _bytes_unmarked(tokenizer)
-
-
-def unigram() -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    state = json.loads(tokenizer.to_str())
-    state["model"]["vocab"] += [[one, -20.0] for one in BYTES]
-    state["model"]["byte_fallback"] = True
-    tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
-    )
-    return tokenizer
-
-
-def _bytes_unmarked(tokenizer: Tokenizer) -> Tokenizer:
-    """The byte tokens as the model's own, not as special ones."""
-    state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [one for one in state["added_tokens"] if one["content"] in SPECIAL]
-    return Tokenizer.from_str(json.dumps(state))
-
-
-FAMILIES: dict[str, Callable[[], Tokenizer]] = {
-    "byte level": byte_level,
-    "characters for bytes": characters_for_bytes,
-    "SentencePiece": lambda: sentence_piece(strip=True),
-    "SentencePiece without a prefix": lambda: sentence_piece(strip=False),
-    "Unigram": unigram,
-}
 
 
 def word_piece() -> Tokenizer:
@@ -133,7 +62,7 @@ def word_piece() -> Tokenizer:
 def masks_of(tokenizer: Tokenizer, directory: Path) -> tuple[GrammarMasks, ModelConfig]:
     tokenizer.save(str(directory / "tokenizer.json"))
     size = max(tokenizer.get_vocab().values()) + 1 + PADDING
-    config = replace(read_config(DEMO), vocab_size=size, eos_token_ids=(END,))
+    config = replace(read_config(DEMO), vocab_size=size, eos_token_ids=(end_of(tokenizer),))
     return GrammarMasks(config, directory), config
 
 
@@ -141,15 +70,16 @@ def draw(masks: GrammarMasks, vocab: int, seed: int, **demand: Any) -> list[int]
     """Tokens of a response, each drawn evenly among those allowed; its end token is left out."""
     sampling = Sampling(seed=seed, max_tokens=400, **demand)
     masks.check(sampling)
-    sequence = RunningSequence(Request(seed, (0,), sampling), {END}, 400)
+    (end,) = masks._eos
+    sequence = RunningSequence(Request(seed, (0,), sampling), {end}, 400)
     chance = random.Random(seed)
     while True:
         masks.follow(sequence)
         bits = np.unpackbits(masks._followed[sequence].allowed, bitorder="little")
         allowed = np.nonzero(bits[:vocab])[0].tolist()
-        ends = END in allowed and (len(sequence.tokens) > 60 or chance.random() < 0.3)
-        token = END if ends or allowed == [END] else chance.choice([t for t in allowed if t != END])
-        if token == END:
+        ends = end in allowed and (len(sequence.tokens) > 60 or chance.random() < 0.3)
+        token = end if ends or allowed == [end] else chance.choice([t for t in allowed if t != end])
+        if token == end:
             masks.drop([sequence])
             return list(sequence.tokens)
         sequence.tokens.append(token)
@@ -180,7 +110,7 @@ REGEXES = (r"\w{4}", r"[^a-z]{3}", r".{2,4}", r" ?[😀-😏é日]{2}x")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_response_is_what_was_asked_for_in_characters(family: str, tmp_path: Path) -> None:
-    tokenizer = FAMILIES[family]()
+    tokenizer = family_of(family)
     masks, config = masks_of(tokenizer, tmp_path)
     valid = jsonschema_rs.validator_for(SCHEMA)
     try:
@@ -198,8 +128,8 @@ def test_a_response_is_what_was_asked_for_in_characters(family: str, tmp_path: P
 
 
 def test_one_text_only_is_told_in_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
-    for family, build in FAMILIES.items():
-        tokenizer = build()
+    for family in FAMILIES:
+        tokenizer = family_of(family)
         masks, config = masks_of(tokenizer, tmp_path)
         text = "größe日本語"
         told = draw(masks, config.vocab_size, 1, choice=(text,))
@@ -233,7 +163,7 @@ def test_a_decoder_of_no_bytes_is_refused_by_name(decoder: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "WordPiece"])
 def test_bytes_of_tokens_are_those_of_the_text_that_the_decoder_makes(family: str) -> None:
-    tokenizer = word_piece() if family == "WordPiece" else FAMILIES[family]()
+    tokenizer = family_of(family)
     spelled = token_bytes(tokenizer)
     assert len(spelled) == max(tokenizer.get_vocab().values()) + 1
     chance = random.Random(7)
@@ -242,7 +172,8 @@ def test_bytes_of_tokens_are_those_of_the_text_that_the_decoder_makes(family: st
         joined = b"".join(spelled[one] for one in ids).decode()
         text = tokenizer.decode(ids, skip_special_tokens=False)
         assert joined.removeprefix(" ") == text.removeprefix(" ")
-    plain = [one for one in range(len(spelled)) if spelled[one].isascii() and one > 1]
+    special = {tokenizer.token_to_id(one) for one in SPECIAL}
+    plain = [one for one in range(len(spelled)) if spelled[one].isascii() and one not in special]
     for _ in range(200):
         ids = chance.choices(plain, k=6)
         joined = b"".join(spelled[one] for one in ids[1:]).decode()
@@ -250,19 +181,19 @@ def test_bytes_of_tokens_are_those_of_the_text_that_the_decoder_makes(family: st
 
 
 def test_halves_of_characters_keep_their_own_bytes() -> None:
-    for family, build in FAMILIES.items():
-        spelled = token_bytes(build())
+    for family in FAMILIES:
+        spelled = token_bytes(family_of(family))
         assert {bytes([byte]) for byte in (0xF0, 0x9F, 0x98, 0x80)} <= set(spelled), family
 
 
 def test_an_end_token_that_is_no_special_one_is_never_a_part_of_the_text(tmp_path: Path) -> None:
-    state = json.loads(byte_level().to_str())
+    state = json.loads(family_of("byte level").to_str())
     for one in state["added_tokens"]:
-        one["special"] = one["id"] != END and one["special"]
+        one["special"] = one["content"] != "</s>" and one["special"]
     tokenizer = Tokenizer.from_str(json.dumps(state))
     masks, config = masks_of(tokenizer, tmp_path)
     for seed in range(6):
         told = draw(masks, config.vocab_size, seed, regex="</s>x")
         assert tokenizer.decode(told) == "</s>x"
-        assert END not in told
+        assert end_of(tokenizer) not in told
     masks.close()
