@@ -180,28 +180,6 @@ def up(
 
 
 @app.command()
-def plan(
-    overrides: Overrides = None,
-    config: ConfigFiles = None,
-    gpus: Annotated[
-        str,
-        typer.Option(
-            metavar="COUNTxGIB", help="for such GPUs, e.g. 8x80, instead of this machine's"
-        ),
-    ] = "",
-) -> None:
-    """Print what each service of a run takes of a GPU's memory, or why it cannot fit."""
-    from paceline.cli.plan import parse_gpus, plan_run
-
-    try:
-        given = parse_gpus(gpus) if gpus else None
-        lines = plan_run(list(config or []), list(overrides or ()), given).lines
-    except PacelineError as error:
-        raise refused(error) from error
-    print("\n".join(lines))
-
-
-@app.command()
 def demo(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 80,
