@@ -10,7 +10,6 @@ import torch
 from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
 from paceline.models.adapters import hash_of_start
-from paceline.models.between import compiled_between
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
@@ -89,7 +88,6 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         DTYPES[spec.dtype],
         positions,
         chosen_profile(spec.profile, config, partial(hash_of_start, Path(spec.model_dir))),
-        between=compiled_between(config, DTYPES[spec.dtype]) if spec.compile else None,
         start=Path(spec.model_dir),
     )
 
@@ -109,7 +107,6 @@ def _drafters(
         policy.head.dtype,
         spec.seed,
         layers=CaptureSpec(inner).layers,
-        compile=spec.compile,
         answer_versions=spec.answer_versions,
     )
     used: dict[str, int] = {}

@@ -36,12 +36,6 @@ class EmbeddedConfig(Config):
     rounded weights: same seed, same tokens holds in float32 as without it, but where int8_w8a8
     rounds an activation that lies between two numbers; in bfloat16 not between batch shapes.
     """
-    compile: bool = False
-    """Compile what is between two attentions of the policy and of an EAGLE drafter
-    (models/graphs.py): a quarter of a minute for each and a C++ compiler once for each shape of a
-    model, kept in ~/.cache/paceline/graphs (XDG_CACHE_HOME). Faster in small batches of small
-    models; a policy in eight bits goes without.
-    """
     memory_saver: bool = False
     """Free keys, values and the policy's weights while a worker's slot is lent out; the weights are
     read again from their files. Else nothing is freed: fresh pages cost a small model's step more.
