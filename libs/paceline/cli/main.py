@@ -61,10 +61,6 @@ TOOLS = {
         "paceline.services.drafter_trainer.export",
         "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
     ),
-    "profile": (
-        "paceline.services.rollout_gateway.profile_command",
-        "Round a model by profiles, and measure each against float32.",
-    ),
 }
 """Command -> module that parses the rest of the line, and what the list of commands says of it."""
 

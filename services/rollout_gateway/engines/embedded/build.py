@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from paceline.arm_names import ArmName
 from paceline.local.processes import usable_cores
-from paceline.models.adapters import hash_of_start
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.in_place import ServedModel
@@ -87,7 +85,7 @@ def served_model(spec: EmbeddedSpec, config: ModelConfig, positions: int) -> Ser
         config,
         DTYPES[spec.dtype],
         positions,
-        chosen_profile(spec.profile, config, partial(hash_of_start, Path(spec.model_dir))),
+        chosen_profile(spec.profile),
         start=Path(spec.model_dir),
     )
 

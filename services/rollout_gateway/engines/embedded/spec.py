@@ -10,15 +10,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from paceline.config import Config
-from paceline.errors import ConfigError
-from paceline.models.profiles import check_profile_name
+from paceline.errors import InvalidInput
+from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
 
 
 def _checked(value: str) -> str:
     try:
-        return check_profile_name(value)
-    except ConfigError as error:  # pydantic adds where the setting stands
+        return check_profile(value)
+    except InvalidInput as error:  # pydantic adds where the setting stands
         raise ValueError(str(error)) from error
 
 
@@ -31,10 +31,10 @@ class EmbeddedConfig(Config):
     """
     profile: Annotated[str, AfterValidator(_checked)] = ""
     """Round the layers' matrices to eight bits, every version at its Prepare: "int8" | "int8_w8a8"
-    | "fp8_channel" | "fp8_tensor" (models/profiles.py), or a file that `paceline profile` wrote for
-    this model; "": they stay in `dtype`. The first two need the extra `int8`. Draws follow the
-    rounded weights: same seed, same tokens holds in float32 as without it, but where int8_w8a8
-    rounds an activation that lies between two numbers; in bfloat16 not between batch shapes.
+    | "fp8_channel" | "fp8_tensor" (models/profiles.py); "": they stay in `dtype`. The first two
+    need the extra `int8`. Draws follow the rounded weights: the same seed gives the same tokens in
+    float32, unless int8_w8a8 rounds an activation between two numbers; in bfloat16 tokens may
+    differ between batch shapes.
     """
     memory_saver: bool = False
     """Free keys, values and the policy's weights while a worker's slot is lent out; the weights are
