@@ -1,17 +1,10 @@
-"""Writes docs/sglang.md: the releases that are driven, the hook points, what of SGLang's layouts
-and of its router can be used, a run's memory.
-"""
+"""Writes docs/sglang.md: supported releases, hook points, layouts and the router."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
-from paceline.cli.plan import parse_gpus, plan_run
 from paceline.services.rollout_gateway.engines.sglang.hook_points import (
     HOOK_POINTS,
     RELEASES,
@@ -19,40 +12,6 @@ from paceline.services.rollout_gateway.engines.sglang.hook_points import (
 )
 from paceline.services.rollout_gateway.engines.sglang.refused import REFUSED
 
-EXAMPLE = "examples/sglang/qwen2.5-7b-8gpus.toml"
-GPUS = "8x80"
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "tie_word_embeddings": False,
-}
-"""The shape of Qwen2.5-7B."""
-EXPERTS_EXAMPLE = "examples/sglang/qwen3-30b-a3b.toml"
-QWEN_EXPERTS = {
-    **QWEN,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-}
-"""The shape of Qwen3-30B-A3B."""
 LAYOUTS = """
 ## GPUs of one worker
 
@@ -127,7 +86,7 @@ set has the profile as its third member. Like every profile, it requires a
 
 
 def sglang_page() -> str:
-    """The page; the plan is what the command of the example's head prints."""
+    """The page."""
     lines = [
         "# SGLang as the engine",
         "",
@@ -146,17 +105,6 @@ def sglang_page() -> str:
         *refusals(),
         *PROFILE.rstrip().split("\n"),
         *ROUTER.rstrip().split("\n"),
-        *("", "## Memory of a run on eight GPUs", ""),
-        f"`{EXAMPLE}` with Qwen2.5-7B on GPUs of 80 GiB. A turn is the memory of the computing",
-        "service plus the idle memory of the other services on the same GPU. With `memory_saver`",
-        "the idle engine keeps nothing, and the idle drafter trainer moves to the CPU. Activations",
-        "and logits are computed for the longest trajectory. No figure was measured on a GPU.",
-        "",
-        *plan_block([EXAMPLE], GPUS, QWEN),
-        "",
-        f"`{EXPERTS_EXAMPLE}`, a gateway over a model with experts:",
-        "",
-        *plan_block([EXPERTS_EXAMPLE], GPUS, QWEN_EXPERTS),
     ]
     return "\n".join(lines) + "\n"
 
@@ -172,18 +120,3 @@ def refusals() -> Iterator[str]:
     """Lines of the table of arguments that a worker cannot have."""
     for refusal, found in groupby(REFUSED, REFUSED.__getitem__):
         yield f"| {', '.join(f'`{name}`' for name in found)} | {refusal.why} | {refusal.instead} |"
-
-
-def plan_block(files: Sequence[str], gpus: str, shape: Mapping[str, Any]) -> Iterator[str]:
-    """A console block of `paceline plan` and what it prints; the model's config.json stands in a
-    folder of its own here.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-        overrides = [f"gateway.model={folder}"]
-        plan = plan_run([Path(one) for one in files], overrides, parse_gpus(gpus))
-    yield "<!-- computed by: .ci/docs, from the model's shape -->"
-    yield "```console"
-    yield f"$ paceline plan {' '.join(f'--config {one}' for one in files)} --gpus {gpus}"
-    yield from plan.lines
-    yield "```"

@@ -61,10 +61,6 @@ TOOLS = {
         "paceline.services.drafter_trainer.export",
         "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
     ),
-    "profile": (
-        "paceline.services.rollout_gateway.profile_command",
-        "Round a model to each profile, and measure it against float32.",
-    ),
 }
 """Command -> module that parses the rest of the line, and what the list of commands says of it."""
 
@@ -177,28 +173,6 @@ def up(
 
     settings = settings_of(overrides, no_token)
     run_to_exit(run_up(list(config or []), settings, console, chosen, as_json=as_json))
-
-
-@app.command()
-def plan(
-    overrides: Overrides = None,
-    config: ConfigFiles = None,
-    gpus: Annotated[
-        str,
-        typer.Option(
-            metavar="COUNTxGIB", help="for such GPUs, e.g. 8x80, instead of this machine's"
-        ),
-    ] = "",
-) -> None:
-    """Print what each service of a run takes of a GPU's memory, or why it cannot fit."""
-    from paceline.cli.plan import parse_gpus, plan_run
-
-    try:
-        given = parse_gpus(gpus) if gpus else None
-        lines = plan_run(list(config or []), list(overrides or ()), given).lines
-    except PacelineError as error:
-        raise refused(error) from error
-    print("\n".join(lines))
 
 
 @app.command()

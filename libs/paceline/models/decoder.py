@@ -10,7 +10,6 @@ a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,12 +52,6 @@ class LayerWeights:
     """[H, F]"""
 
 
-Between: TypeAlias = Callable[[LayerWeights, LayerWeights, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""finish_layer of a layer and project_inputs of the following one, of x [N, H] and attended [N, Nq
-D]: the following one's x, and its queries, keys and values.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """A whole model as served."""
@@ -75,8 +68,6 @@ class DecoderWeights:
     """complex64 [positions, D / 2]"""
     head_hash: str = ""
     """Hash of the head's bytes as they were loaded."""
-    between: Between | None = None
-    """What is between two attentions as one compiled graph; layers in eight bits go without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,28 +360,15 @@ def forward_hidden(
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     count = len(x)
-    between = _compiled(weights)
     if spare := spare_rows(x):
         x = functional.pad(x, (0, 0, 0, spare))
     states: list[Tensor] = []
-    qkv: Tensor | None = None
     for index, layer in enumerate(weights.layers):
         if index in inner:
             states.append(x[:count])
-        if qkv is None:
-            qkv = project_inputs(layer, x, config.rms_norm_eps)
-        attended = _attended(config, layer, qkv, cache, index, block)
-        if between is not None and index + 1 < len(weights.layers):
-            x, qkv = between(layer, weights.layers[index + 1], x, attended)
-        else:
-            x, qkv = finish_layer(layer, x, attended, config.rms_norm_eps), None
+        x = layer_forward(config, layer, x, cache, index, block)
     last = _rms_norm(x[:count], weights.norm, config.rms_norm_eps)
     return torch.cat((*states, last), dim=-1) if states else last
-
-
-def _compiled(weights: DecoderWeights) -> Between | None:
-    plain = all(isinstance(one.gate_up, Tensor) for one in weights.layers[:1])
-    return weights.between if plain else None
 
 
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline.errors import ResourceExhausted, WeightsError
 from paceline.models.adapters import read_version
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Between, DecoderWeights, Matrix
+from paceline.models.decoder import DecoderWeights, Matrix
 from paceline.models.loading import (
     assembled,
     build_weights,
@@ -75,7 +75,6 @@ class ServedModel:
     """Rows of the rotation table."""
     profile: Profile | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    between: Between | None = None
     start: Path | None = None
     """The model that versions of adapters alone are added to."""
 
@@ -98,7 +97,7 @@ class ServedModel:
 
         Raises InvalidInput, DataLoss, WeightsError or ConfigError saying what is wrong.
         """
-        weights = build_weights(
+        return build_weights(
             self.config,
             read_version(path, self.start),
             dtype=self.dtype,
@@ -106,7 +105,6 @@ class ServedModel:
             device=self.device,
             profile=self.profile,
         )
-        return replace(weights, between=self.between)
 
     def built(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Storages by name, one record after the other, of those that all parts are given of.
@@ -195,8 +193,7 @@ def beside(weights: DecoderWeights, staged: StagedWeights) -> DecoderWeights:
             built[place] = as_matrix(staged.profile, own, scales)
         elif kind != "scales":
             built[name] = own
-    made = assembled(weights.config, built, weights.rotation, staged.head_hash)
-    return replace(made, between=weights.between)
+    return assembled(weights.config, built, weights.rotation, staged.head_hash)
 
 
 def storages(weights: DecoderWeights) -> dict[str, Tensor]:

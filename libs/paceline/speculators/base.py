@@ -211,7 +211,5 @@ class SpeculatorSetup:
     """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""
     steps: int = 0
     """Levels of drafts that its arms ask for at most; 0: not known."""
-    compile: bool = False
-    """Compile what is between two drafts of a chain, where the kind has a graph of it."""
     answer_versions: int = 0
     """Policy versions after which an answer is forgotten; 0: those of the serving policy count."""

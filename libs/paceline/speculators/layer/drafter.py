@@ -8,9 +8,8 @@ with rows from true hidden states.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,20 +28,11 @@ from paceline.models.decoder import (
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape
 from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.layer.cached import CachedDrafter, Net
-from paceline.speculators.net_drafter import chained, logprobs
-
-NextDraft: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""From what the layer adds to [N, H] and what its attention gave [N, Nq D]: the most likely token's
-share of probability [N] and id int64 [N], and of that what the layer adds to [N, H] and its
-queries, keys and values [N, .].
-"""
+from paceline.speculators.net_drafter import logprobs
 
 
 class LayerDrafter(CachedDrafter[Net]):
     """A speculator of one layer (see speculators/base.py for the methods)."""
-
-    _next: NextDraft | None = None
-    """From one draft to the next as a compiled graph, for the version that serves."""
 
     # ---- what each drafter says of itself
 
@@ -73,8 +63,6 @@ class LayerDrafter(CachedDrafter[Net]):
         lacking = self._lacking(batch.slots, batch.lengths)
         entered = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
         blocks = self._chain_blocks(batch, 1 if shape.topk > 1 else shape.steps)
-        if self._next is not None and shape.topk == 1 and batch.sampler is None:
-            return chained(self._compiled_chain(self._next, *entered, blocks), shape)
         features = self._leave(*entered, blocks[0])
         if shape.topk > 1:
             return self._tree(batch, features, shape)
@@ -85,17 +73,6 @@ class LayerDrafter(CachedDrafter[Net]):
             return self._logits(features)
 
         return self._chain(batch, shape, self._logits(features), advance)
-
-    def _compiled_chain(
-        self, graph: NextDraft, x: Tensor, queries: Tensor, blocks: Sequence[Block]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Drafts and their shares, of what the layer adds to [B, H] and its queries [B, Nq, D]."""
-        qkv: Tensor | None = None
-        for block in blocks:
-            if qkv is not None:
-                queries = self._store(qkv, block.rotation, block.cells)
-            share, token, x, qkv = graph(x, attend(self._config, queries, self._cache, 0, block))
-            yield token, share
 
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
         """One forward of the layer: the next features [N, H] from token ids int64 [N] and features

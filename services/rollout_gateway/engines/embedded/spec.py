@@ -10,15 +10,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from paceline.config import Config
-from paceline.errors import ConfigError
-from paceline.models.profiles import check_profile_name
+from paceline.errors import InvalidInput
+from paceline.models.profiles import check_profile
 from paceline.services.rollout_gateway.engines.settings import ModelSpec
 
 
 def _checked(value: str) -> str:
     try:
-        return check_profile_name(value)
-    except ConfigError as error:  # pydantic adds where the setting stands
+        return check_profile(value)
+    except InvalidInput as error:  # pydantic adds where the setting stands
         raise ValueError(str(error)) from error
 
 
@@ -30,16 +30,9 @@ class EmbeddedConfig(Config):
     """
     profile: Annotated[str, AfterValidator(_checked)] = ""
     """Number format of the layers' matrices: "int8" | "int8_w8a8" | "fp8_channel" | "fp8_tensor"
-    (models/profiles.py), a file of `paceline profile` for this model, or "" for `dtype`. Every
-    version is rounded at its Prepare. The first two need the extra `int8`. A seed still gives the
-    same tokens in float32, except where int8_w8a8 rounds an activation between two numbers. In
-    bfloat16 tokens may depend on batch shapes.
-    """
-    compile: bool = False
-    """Compile what is between two attentions of the policy and of an EAGLE drafter
-    (models/graphs.py): a quarter of a minute for each and a C++ compiler once for each shape of a
-    model, kept in ~/.cache/paceline/graphs (XDG_CACHE_HOME). Faster in small batches of small
-    models; a policy in eight bits goes without.
+    (models/profiles.py), or "" for `dtype`. Every version is rounded at its Prepare. The first two
+    need the extra `int8`. A seed still gives the same tokens in float32, except where int8_w8a8
+    rounds an activation between two numbers. In bfloat16 tokens may depend on batch shapes.
     """
     memory_saver: bool = False
     """Whether keys, values and the policy's weights are freed while a worker's slot is lent.

@@ -85,7 +85,7 @@ _FAULTS: dict[str, Callable[[EmbeddedEngine], None]] = {
     "quantised": _damage_rounding,
 }
 INEXACT = EngineKind(
-    f"{__name__}:InexactSpec",
-    f"{__name__}:build_inexact",
-    f"{__name__}:layout_of_inexact",
+    f"{__file__}:InexactSpec",
+    f"{__file__}:build_inexact",
+    f"{__file__}:layout_of_inexact",
 )

@@ -1,6 +1,6 @@
-"""Arithmetic for a model.
+"""A calculator as a tool of your own: `gateway.tools.calculator = "calculator.py:calculator"`.
 
-Owns what counts as arithmetic and how large it may get; evaluates nothing else.
+It accepts arithmetic alone, and bounds the time and the memory that an expression takes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
 
 
 class CalculationError(Exception):
-    """What is wrong with an expression, for the model to read."""
+    """An expression that cannot be evaluated, in words for the model."""
 
 
-def calculate(expression: str) -> str:
-    """The value of an arithmetic expression as text.
-
-    Raises CalculationError; takes bounded time and memory.
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression, for example (3 + 4) * 2 ** 10 / sqrt(2), and returns its
+    value.
     """
     if len(expression) > MAX_CHARACTERS:
         raise CalculationError(f"the expression has more than {MAX_CHARACTERS} characters")

@@ -8,11 +8,9 @@ drawn; the divergence KL(engine, float32) is summed over the vocabulary at each 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +18,12 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidInput
-from paceline.models.adapters import hash_of_start
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
 from paceline.models.in_place import ServedModel, serve_staged, storages
 from paceline.models.loading import DTYPES
-from paceline.models.profiles import chosen_profile, model_words
+from paceline.models.profiles import chosen_profile
 from paceline.models.quantised import QuantisedMatrix
 from paceline.services.rollout_gateway.engines.base import Engine
 from paceline.services.rollout_gateway.engines.embedded.build import build_embedded
@@ -54,8 +51,6 @@ class ProfileReport:
     """One profile on one model."""
 
     profile: str  # "": none
-    model: str  # its shape
-    weights: str  # and the hash of its files
     dtype: str  # what the engine computes with
     matrices: tuple[MatrixError, ...]
     tokens: int  # drawn and scored
@@ -67,13 +62,6 @@ class ProfileReport:
     tokens_per_s: float  # of all prompts decoding together
     prepare_s: float  # a version is read, rounded and staged
     commit_s: float  # and copied into the storages that serve
-    answered: int = 0  # held-out tasks, of which the next two are the shares answered right
-    accuracy: float | None = None  # None: there were no answers to check
-    plain_accuracy: float | None = None  # of the model without the profile
-
-    def write(self, path: Path) -> None:
-        """As JSON, which the setting `profile` takes."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 class ScoredTokens(NamedTuple):
@@ -101,8 +89,7 @@ def measure_profile(
     engine = profiled_engine(directory, profile, len(prompts), longest, dtype, threads)
     chunks, tokens_per_s = _drawn(engine, prompts, tokens)
     del engine
-    start = partial(hash_of_start, directory)
-    served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile, config, start))
+    served = ServedModel(config, DTYPES[dtype], longest, chosen_profile(profile))
     exact = ServedModel(config, torch.float32, longest).load(directory)
     with torch.inference_mode():
         weights = served.load(directory)
@@ -115,8 +102,6 @@ def measure_profile(
     gaps = torch.cat([one.gaps for one in found])
     return ProfileReport(
         profile=served.profile.name if served.profile else "",
-        model=model_words(config),
-        weights=start(),
         dtype=dtype,
         matrices=errors,
         tokens=len(gaps),

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.local.patience import patient
-from paceline.services import rollout_gateway
 
-FOLDER = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"
+FOLDER = Path(__file__).parents[1] / "sglang" / "cpu_kernels"
 HEADS, KV_HEADS, SIZE, SCALING = 6, 2, 8, 0.3
 NO_EXTRAS = (0.0, False, 0, None, None)
 

@@ -6,12 +6,17 @@ import ast
 import contextlib
 import math
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.services.rollout_gateway.environments.calculator import CalculationError, calculate
+from paceline.plugins import import_object
+
+EXAMPLE = Path(__file__).parents[3] / "examples/tools/calculator.py"
+calculate = import_object(f"{EXAMPLE}:calculator")
+CalculationError = import_object(f"{EXAMPLE}:CalculationError")
 
 
 @pytest.mark.parametrize(
