@@ -1,6 +1,6 @@
 """Chooses how wide the rows of a batch are: in wide ones more trajectories share what they begin
 with, and more attention is computed that is then masked. What is better depends on how alike the
-answers are, which changes in a run. See docs/adr/0072.
+answers are, which changes in a run. See docs/adr/0055.
 """
 
 from __future__ import annotations
