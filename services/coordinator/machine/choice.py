@@ -1,8 +1,8 @@
-"""Keeps what an operator chooses: whether the run pauses, which drafter serves, by a pin until it
-is taken away, by a rollback for a step, and which profile the policy is rounded to.
+"""Records an operator's choices: a pause, a drafter (by a pin until it is removed, by a rollback
+for one step), and the policy's profile.
 
-A paused run rests when what is under way has ended. A drafter is served with the next commit; what
-the gate promotes meanwhile waits. A profile is served with the next policy.
+A paused run rests when the present step has ended. A chosen drafter serves with the next commit,
+while drafters promoted by the gate wait. A profile serves with the next policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Choice = (
 
 
 def objection(state: State, event: Choice) -> Objection | None:
-    """What speaks against a choice now; None when nothing does."""
+    """The objection to a choice in the present state; None without one."""
     match event:
         case events.Paused():
             return _against_pause(state)
@@ -101,19 +101,19 @@ def _against_profile(state: State, event: events.ProfileChosen) -> Objection | N
 
 
 def paused(state: State, event: events.Paused) -> Decision:
-    """No tasks are drawn from now on; refused where no step is left."""
+    """Stops drawing tasks; refused if no step is left."""
     if objection(state, event) is not None:
         return refused(state, event, state.rollouts.begun, state.settings.total_steps)
     return Decision(replace(state, paused=True))
 
 
 def continued(state: State, event: events.Continued) -> Decision:
-    """Tasks may be drawn again."""
+    """Permits drawing tasks again."""
     return Decision(replace(state, paused=False))
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
-    """Pins the serving drafter or the one before; refused where nothing is left to choose."""
+    """Pins the serving drafter or the previous one; refused if there is none to choose."""
     if objection(state, event) is not None:
         return refused(state, event, event.version or 0, state.versions.drafter)
     version = _meant(state, event)
@@ -123,14 +123,12 @@ def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
 
 
 def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
-    """Lets what was promoted meanwhile serve with the next commit; a rollback that is due is
-    withdrawn.
-    """
+    """Lets the promoted drafter serve with the next commit. A pending rollback is withdrawn."""
     return Decision(replace(state, pin=None))
 
 
 def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
-    """Has the next policy rounded so; refused where it may not be."""
+    """Rounds the next policy to the profile; refused if the profile is not permitted."""
     if objection(state, event) is not None:
         return refused(state, event, 0, 0)
     done = event.profile == state.versions.profile
@@ -138,8 +136,8 @@ def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
 
 
 def due_profile(state: State) -> str:
-    """What the next policy is rounded to: the chosen profile, else the serving one, unless the
-    audit found it inexact and the engine can go without it.
+    """The profile of the next policy: the chosen one, else the serving one. A profile that the
+    audit found inexact is dropped if the engine can serve without it.
     """
     if state.settings.profile_stays:
         return state.versions.profile
@@ -148,7 +146,7 @@ def due_profile(state: State) -> str:
 
 
 def due_drafter(state: State) -> int:
-    """The drafter that is to serve before the next policy does."""
+    """The drafter that must serve before the next policy does."""
     if state.pin is not None:
         return state.pin.version
     if state.rollback and state.promoted is None and state.previous_drafter is not None:
@@ -157,7 +155,7 @@ def due_drafter(state: State) -> int:
 
 
 def _meant(state: State, event: events.DrafterChosen) -> int:
-    """The version that an event without one names: a rollback that is due is meant again."""
+    """The version meant by an event without one; a pending rollback keeps its version."""
     if event.version is not None:
         return event.version
     if event.lasting:

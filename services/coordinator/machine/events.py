@@ -1,4 +1,4 @@
-"""Names what can happen to a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
+"""The events of a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
 
 `details` are figures for the step's record; the machine does not read them. The journal writes
 every field by its annotation.
@@ -17,28 +17,28 @@ from paceline.trajectory import VersionSet
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
 Details = Mapping[str, Figure]
 UNSCORED = "samples_unscored"
-"""Where the details of TasksFinished have the samples without a reward, by the way they ended."""
+"""Key in the details of TasksFinished for samples without a reward, by their end."""
 PASSED = "figures"
-"""Where the details of EvaluationDone have what an evaluation of several samples a task tells."""
+"""Key in the details of EvaluationDone for the statistics of several samples per task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened."""
+    """Base of all events."""
 
     at_s: float  # wall clock, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer(Event):
-    """News of a call or a lease, which it names by its command's epoch."""
+    """An event about a call or a lease, identified by its command's epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The peers are there; the run begins."""
+    """The services are present; the run begins."""
 
     settings: RunSettings
     versions: VersionSet
@@ -46,7 +46,9 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """A coordinator took the run over from its journal; the number of steps may have changed."""
+    """A coordinator has taken the run over from its journal; the number of steps may have
+    changed.
+    """
 
     total_steps: int
 
@@ -68,14 +70,14 @@ class ShareDone(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed(CallAnswer):
-    """A group of the step gets no more samples; told where groups are trained before their step's
+    """A group of the step gets no more samples. Sent if groups are trained before their step's
     tasks have all ended.
     """
 
     index: int  # of its task in the step
     group_id: str
-    sessions: int  # that ended scored
-    equal_rewards: bool = False  # of all of them: they teach nothing
+    sessions: int  # with a reward
+    equal_rewards: bool = False  # all rewards are equal, so the group teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class TasksFinished(CallAnswer):
     """
 
     details: Details = field(default_factory=dict)
-    equal_rewards: int = 0  # places of groups whose rewards are all equal, a bit each
+    equal_rewards: int = 0  # places of groups with equal rewards, a bit each
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +99,12 @@ class WorkerLost(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class SetDamaged(CallAnswer):
-    """The set to roll out with is damaged, and its policy is gone: the trainer has trained on."""
+    """The serving set is damaged and its policy is lost, since the trainer is a version ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersReleased(CallAnswer):
-    """The engine has given the memory of the lease's slots back: now the trainer is told of it."""
+    """The engine has returned the memory of the lease's slots, so the trainer may start."""
 
     holder: Holder
     details: Details = field(default_factory=dict)
@@ -117,22 +119,22 @@ class DrafterActivated(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class DrafterJoined(CallAnswer):
-    """The drafter trains on the slots that were added to its lease, too."""
+    """The drafter also trains on the slots that joined its lease."""
 
-    slots: int  # of the lease, from its first on
+    slots: int  # all slots of the lease, in order
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinFailed(CallAnswer):
-    """Slots were added to the drafter's lease, and its trainer does not train on them."""
+    """The trainer does not train on the slots that were added to its lease."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficWaits(CallAnswer):
-    """Requests of callers wait because the drafter has workers' slots."""
+    """Callers' requests wait because the drafter holds workers' slots."""
 
     requests: int
 
@@ -147,7 +149,7 @@ class GatePromoted(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class GateDecided(CallAnswer):
-    """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened
+    """The drafter's gate made a decision without a version change: kept, refused, frozen, reopened
     or rolled_back.
     """
 
@@ -158,14 +160,14 @@ class GateDecided(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(CallAnswer):
-    """The drafter trainer confirmed a preemption: the slots are free."""
+    """The drafter trainer has confirmed a preemption: the slots are free."""
 
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Detached(CallAnswer):
-    """The activation's last word: the slots are free."""
+    """The activation has ended: the slots are free."""
 
     reason: str
     details: Details = field(default_factory=dict)
@@ -173,7 +175,7 @@ class Detached(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class TrainerFailed(CallAnswer):
-    """A trainer lost a rank, or could not train for a reason of its own."""
+    """A trainer lost a rank, or could not train for its own reasons."""
 
     service: Service
     message: str
@@ -191,7 +193,7 @@ class Deadline(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PolicyStepped(CallAnswer):
-    """The optimiser step is done; the push goes on without slots."""
+    """The optimiser step is done; the push continues without slots."""
 
     policy_version: int
     details: Details = field(default_factory=dict)
@@ -199,18 +201,18 @@ class PolicyStepped(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PathsBeyondBound(CallAnswer):
-    """The trainer's audit found log-probs of the engine further from its own than rounding
-    explains: paths as PolicyStepped names them.
+    """The trainer's audit found a larger gap to the engine's log-probs than rounding explains, with
+    paths as in PolicyStepped.
     """
 
     paths: tuple[str, ...]
-    details: Details = field(default_factory=dict)  # figures of each
+    details: Details = field(default_factory=dict)  # figures of each path
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPrepared(CallAnswer):
     """The new policy is prepared at the gateway, and its head at the drafter trainer if that is
-    there.
+    present.
     """
 
     policy_version: int
@@ -226,7 +228,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed(Event):
-    """A part of the set is not there; the former set serves."""
+    """A part of the set is absent; the former set serves."""
 
     versions: VersionSet
     message: str
@@ -234,8 +236,8 @@ class CommitFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceFell(Event):
-    """Live acceptance length since this drafter serves is below the one before by more than noise
-    allows, or its files are damaged.
+    """Live acceptance length with this drafter is below the previous drafter's by more than noise,
+    or the drafter's files are damaged.
     """
 
     drafter_version: int
@@ -244,7 +246,7 @@ class AcceptanceFell(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone(CallAnswer):
-    """An evaluation ended; value None when the engine cannot make it."""
+    """An evaluation ended; value None if the engine cannot make it."""
 
     kind: Evaluation
     value: float | None
@@ -253,30 +255,30 @@ class EvaluationDone(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsSaved(CallAnswer):
-    """The trainers wrote the checkpoints that end a run."""
+    """The trainers have written the final checkpoints of a run."""
 
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """Somebody asked for the run to end with the running step."""
+    """An operator requested the run's end after the present step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused(Event):
-    """An operator wants the run to rest when what is under way has ended."""
+    """An operator requested a pause after the present work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued(Event):
-    """An operator wants a paused run to go on."""
+    """An operator requested that a paused run continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChosen(Event):
-    """An operator wants a drafter to serve: until it is unpinned, or, after a rollback, for a step
-    at least. Version None is the serving one for a pin, the one before for a rollback.
+    """An operator chose a drafter: until it is unpinned, or after a rollback for at least one step.
+    Version None is the serving drafter for a pin, the previous one for a rollback.
     """
 
     version: int | None
@@ -285,12 +287,12 @@ class DrafterChosen(Event):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUnpinned(Event):
-    """An operator leaves it to the gate again which drafter serves."""
+    """An operator returned the choice of the drafter to the gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileChosen(Event):
-    """An operator wants policies to be rounded to a profile from the next one on; "": to none."""
+    """An operator chose the profile of the next policies; "": no rounding."""
 
     profile: str
 

@@ -1,5 +1,5 @@
-"""Says what an event carries beside the current value: a smaller one is late, a larger one is of a
-call that was never made.
+"""Compares an event with the current call: a smaller value is late, a larger one belongs to a call
+that was never made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from paceline.services.coordinator.machine.state import Phase, Service, State
 
 
 class Mark(NamedTuple):
-    """What an event carries of `name` beside the current value: late when smaller or over."""
+    """The event's value of `name` beside the current value; late if it is smaller, or if the call
+    is over.
+    """
 
     name: str
     seen: int
@@ -40,13 +42,13 @@ def step_number(state: State, event: events.StepBegan) -> Mark:
 
 
 def call(state: State, event: events.CallAnswer) -> Mark:
-    """Late when the call has been answered or made again."""
+    """Late when the call has been answered or issued again."""
     over = state.phase not in (Phase.EVALUATE, Phase.CLOSING)
     return Mark("epoch", event.epoch, state.phase_epoch, over)
 
 
 def learner_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call` has it, of the learner's call."""
+    """As `call`, for the learner's call."""
     committing = state.learner.phase is Phase.COMMIT and state.committing is not None
     over = state.learner.phase is not Phase.POLICY and not committing
     return Mark("epoch", event.epoch, state.learner.epoch, over)
@@ -59,13 +61,13 @@ def resharding(state: State, event: events.RanksChanged | events.RanksKept) -> M
 
 
 def rollout_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call` has it, of the call that rolls a step out."""
-    over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest
+    """As `call`, for the call that rolls a step out."""
+    over = draw_of(state, event.epoch) is None  # an older call may continue beside the newest
     return Mark("epoch", event.epoch, state.rollouts.epoch if over else event.epoch, over)
 
 
 def share(state: State, event: events.ShareDone) -> Mark:
-    """As `rollout_call` has it, and when the worker has done its share."""
+    """As `rollout_call`, and when the worker has finished its share."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     if draw is not None and event.worker < len(state.workers):
         return mark._replace(over=not draw.owed >> event.worker & 1)
@@ -73,7 +75,7 @@ def share(state: State, event: events.ShareDone) -> Mark:
 
 
 def group(state: State, event: events.GroupClosed) -> Mark:
-    """As `rollout_call` has it, and when the group has closed."""
+    """As `rollout_call`, and when the group has closed."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
 
@@ -95,7 +97,7 @@ def lease(state: State, event: events.CallAnswer) -> Mark:
 
 
 def newest_lease(state: State, event: events.GatePromoted) -> Mark:
-    """Late when there is a newer lease or candidate; a lease that is over is no matter."""
+    """Late when there is a newer lease or candidate, even if this lease is over."""
     over = (event.epoch, event.drafter_version) <= state.candidate
     return Mark("epoch", event.epoch, state.lease_epoch, over)
 
@@ -103,7 +105,7 @@ def newest_lease(state: State, event: events.GatePromoted) -> Mark:
 def lease_or_call(
     state: State, event: events.TrainerFailed | events.Deadline | events.WorkersReleased
 ) -> Mark:
-    """Late as `lease` has it for news of the drafter, else as the call that it is of."""
+    """Late as `lease` for events of the drafter, else as for the event's call."""
     if isinstance(event, events.TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
     elif isinstance(event, events.WorkersReleased):
@@ -122,7 +124,7 @@ DEADLINES: dict[str, Callable[[State, events.CallAnswer], Mark]] = {
     "commit": learner_call,
     "drain": leaving,
 }
-"""What makes a Deadline late, by what took too long; else `call` does."""
+"""Mark of a Deadline by the kind of its wait; `call` for all other kinds."""
 
 
 def set_number(state: State, event: events.Committed | events.CommitFailed) -> Mark:

@@ -1,4 +1,4 @@
-"""Rolls steps out: every worker gets its share, and releases its slots when that is done."""
+"""Rolls steps out: every worker gets its share and releases its slots after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from paceline.services.coordinator.machine.state import (
 _GET_NONE = (WorkerState.GENERATING, WorkerState.LEAVING, WorkerState.ABSENT)
 """Workers that a call does not begin anew with."""
 FEW = 64
-"""Bits that are found sooner one by one than by a look at every place."""
+"""Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
 def step_began(state: State, event: StepBegan) -> Decision:
@@ -48,10 +48,10 @@ def step_began(state: State, event: StepBegan) -> Decision:
 
 
 def generate(state: State) -> Decision:
-    """Leases the workers' free slots to the engine under a new epoch, lets suspended workers go on
-    and calls the tasks that wait, each step's under an epoch of its own.
+    """Leases the workers' free slots to the engine under a new epoch, resumes suspended workers and
+    issues the waiting tasks, each step's under its own epoch.
 
-    Where no call goes on, what is left of former ones is fenced.
+    Without a running call, earlier calls are fenced.
     """
     rollouts = state.rollouts
     goes_on = any(draw.called for draw in rollouts.running)
@@ -86,16 +86,14 @@ def generate(state: State) -> Decision:
 
 
 def suspend(state: State) -> Decision:
-    """Takes the slots of workers that generate: their requests are held, and go on afterwards."""
+    """Takes the slots of generating workers: their requests are held and continue afterwards."""
     workers = list(state.workers.where(WorkerState.GENERATING))
     state = move_workers(state, workers, Cause.SUSPENDED)
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)))
 
 
 def share_done(state: State, event: ShareDone) -> Decision:
-    """Releases the worker's slots where it has no share of another step to do; the drafter may get
-    them.
-    """
+    """Releases the worker's slots if it has no share of another step; the drafter may get them."""
     draw = draw_of(state, event.epoch)
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
@@ -104,8 +102,8 @@ def share_done(state: State, event: ShareDone) -> Decision:
 
 
 def group_closed(state: State, event: GroupClosed) -> Decision:
-    """The group may be trained before the other groups of its step have closed, unless another one
-    will stand in for it.
+    """Lets the group be trained before the other groups of its step, unless a later round replaces
+    it.
     """
     draw = draw_of(state, event.epoch)
     if draw is None or not draw.places >> event.index & 1:
@@ -116,11 +114,11 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases the workers that have nothing else to do. All groups of the step have closed, or
-    those that have nothing to teach are drawn again: other tasks in their places.
+    """Releases idle workers. All groups of the step have closed, or groups with equal rewards are
+    drawn again with other tasks.
     """
     draw = draw_of(state, event.epoch)
-    assert draw is not None  # else it were late
+    assert draw is not None  # otherwise the event would be late
     everything = every_group(state)
     again = event.equal_rewards & draw.places if draws_again(state, draw) else 0
     ended = replace(
@@ -135,7 +133,7 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
     state = with_rollouts(_release(_with(state, ended), draw.owed), attempts=0)
     if ended.taken == everything and all(one.step != draw.step for one in state.learner.batch):
         left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
-        state = with_rollouts(state, draws=left)  # trained before its last sample was told of
+        state = with_rollouts(state, draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
         return Decision(state)
     # a worker that leaves may still answer callers there
@@ -148,14 +146,14 @@ def worker_lost(state: State, event: WorkerLost) -> Decision:
 
 
 def set_damaged(state: State, event: SetDamaged) -> Decision:
-    """The tasks wait for the set that the learner is about to make, and begin again with that."""
+    """The tasks wait for the learner's next set and begin again with it."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
         return roll_out_again(state, "the set to roll out with is damaged")
     return Decision(with_rollouts(interrupted(state), damaged=True))
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:
-    """The draw whose call has this epoch and goes on; None in a run that does not."""
+    """The draw with a running call of this epoch; None if the run has none."""
     draws = state.rollouts.running if state.phase is Phase.RUNNING else ()
     return next((draw for draw in draws if draw.called and draw.epoch == epoch), None)
 
@@ -166,7 +164,7 @@ def every_group(state: State) -> int:
 
 
 def draws_again(state: State, draw: DrawnStep) -> bool:
-    """Whether groups of equal rewards of the draw's round are drawn again."""
+    """Whether groups of equal rewards in the draw's round are drawn again."""
     return draw.round < state.settings.dynamic_sampling_rounds
 
 
@@ -200,7 +198,7 @@ def _with(state: State, changed: DrawnStep) -> State:
 
 
 def _release(state: State, workers: int) -> State:
-    """Of these workers, a bit each, those that owe nothing any more leave their slots."""
+    """Releases the slots of these workers, a bit each, if they owe no share."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
     leaving = list(bits(workers))
@@ -216,7 +214,7 @@ def _release(state: State, workers: int) -> State:
 
 def bits(number: int) -> Iterator[int]:
     """Places of the bits that are set, in order."""
-    if number.bit_count() > FEW:  # each of them below copies the whole number
+    if number.bit_count() > FEW:  # each loop below copies the whole number
         digits = enumerate(reversed(bin(number)))
         yield from (place for place, digit in digits if digit == "1")
         return
