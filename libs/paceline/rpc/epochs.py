@@ -29,7 +29,7 @@ class Track(StrEnum):
     ROLLOUTS = "rollouts"
     LEARNER = "learner"  # policy steps, their pushes and commits
     DRAFTER = "drafter"
-    SLOTS = "slots"  # slots that pass from one holder to another
+    SLOTS = "slots"  # which pass from one to another
     JOINING = "joining"  # workers that are added
     LEAVING = "leaving"  # workers that are drained
 

@@ -21,7 +21,7 @@ SERVICE_NAME = "paceline.v1.ProgressService"
 AGENTS, REDIS = "agents", "redis"
 """Causes of a wait that are not parts of a service."""
 ASK_S = 2.0
-"""Seconds after which a service without an answer is in trouble."""
+"""Who has not answered by then is in trouble."""
 _NOTHING: Mapping[str, int] = {}
 
 

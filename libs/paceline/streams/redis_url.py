@@ -25,7 +25,7 @@ class RedisUrl:
 
     host: str
     port: int
-    settings: dict[str, Any] = field(repr=False)  # of a connection, with redis-py's names
+    settings: dict[str, Any] = field(repr=False)  # of a connection, as redis-py names them
     tls: bool
     socket: bool
 

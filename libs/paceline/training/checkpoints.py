@@ -36,7 +36,7 @@ from paceline.whole_files import sync_path
 PREFIX = "checkpoint-"
 SHARDS, STATE = "shards", "state.json"
 DAMAGED = ".damaged"
-"""Suffix of a damaged checkpoint, which is never read again."""
+"""Behind the name of a checkpoint that was found damaged, which nothing reads any more."""
 _MALFORMED = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -96,7 +96,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when no write is in progress. Raises Unavailable if the write failed."""
+        """Returns when nothing is being written. Raises Unavailable when it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -49,7 +49,7 @@ def local_rows(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], *, rank: int) -> str:
-    """Writes this rank's part of the tensors; returns the file's sha256, in hex."""
+    """Writes what this rank holds of the tensors; returns the file's sha256, hex."""
     held, rows = [], {}
     for name, tensor in tensors.items():
         here = _sharded_rows(tensor)

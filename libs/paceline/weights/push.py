@@ -166,7 +166,7 @@ async def commit_versions(
     """Makes the receiver serve a set, and returns the serving set. Raises WeightsError when a part
     is absent.
 
-    `leased`: workers on slots of a computing trainer.
+    leased: workers on whose slots a trainer computes.
     """
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.CommitRequest(

@@ -105,7 +105,7 @@ class Spool:
 
     @property
     def damaged(self) -> frozenset[Part]:
-        """Parts of the serving set that the last check found damaged or absent."""
+        """Parts of the serving set that the last check found damaged or gone."""
         serving = self.serving
         return frozenset(part for part in self._damaged if serving and named(part, [serving]))
 
@@ -203,11 +203,11 @@ class Spool:
             raise DataLoss(f"{path} ends before its content", seen=read, allowed=len(content))
 
     def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
-        """Writes one version durably and returns its directory. Writing the same version again
-        changes nothing.
+        """Writes one version durably and returns its directory; the same version again replaces
+        nothing.
 
         `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest
-        is already spooled, ResourceExhausted when the file cannot be written.
+        is spooled already, ResourceExhausted when the file cannot be written.
         """
         check_manifest(manifest, max_bytes=len(buffer))
         if len(buffer) != manifest.total_bytes:

@@ -12,8 +12,8 @@ from paceline.trajectory import NUMBERS_PATH
 
 
 def quarantined(state: State, event: PathsBeyondBound) -> Decision:
-    """Adds paths in the order of their discovery; a known path changes nothing. If the path is a
-    profile, the next policy is served without it, even if an operator chose it.
+    """Paths are only ever added, in the order in which they were found; a known one is no news. Of
+    a profile, the next policy goes without it, whoever has chosen it.
     """
     new = tuple(dict.fromkeys(path for path in event.paths if path not in state.quarantined))
     if not new:

@@ -49,8 +49,8 @@ def run_started(state: State, event: events.RunStarted) -> Decision:
 
 
 def resumed(state: State, event: events.Resumed) -> Decision:
-    """Issues every open call of the run and its tracks again, since the previous coordinator's
-    calls are lost.
+    """Makes every call again that the run or one of its tracks waits for: those of the former
+    coordinator are gone.
     """
     total_steps = max(event.total_steps, state.rollouts.step)
     phase = state.failed_phase or state.phase
@@ -73,14 +73,14 @@ def resumed(state: State, event: events.Resumed) -> Decision:
 
 
 def evaluate(state: State) -> Decision:
-    """Leases the workers' slots to the engine and starts the first evaluation that is due."""
+    """Leases the workers' slots to the engine and makes the first evaluation that is due."""
     state = _all_to_engine(state)
     command = Evaluate(state.step, state.epoch, state.evaluations[0], state.versions)
     return Decision(state, (command,))
 
 
 def pause(state: State) -> Decision:
-    """Leases the workers' slots to the engine, for callers, until the run continues."""
+    """Leases the workers' slots to the engine, for whoever asks it, until the run goes on."""
     state = _all_to_engine(state)
     return Decision(state, (ResumeWorkers(state.step, state.epoch),))
 
@@ -95,7 +95,7 @@ def _all_to_engine(state: State) -> State:
 
 
 def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
-    """Frees the engine's slots."""
+    """Takes the engine's slots back."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
     state = free_slots(state, held_by(state, Holder.ENGINE))
@@ -115,13 +115,13 @@ def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> Decision:
 
 
 def finish(state: State) -> Decision:
-    """Ends the run. Only Resumed with more steps continues it."""
+    """Ends the run; only Resumed with more steps goes on from here."""
     return Decision(replace(state, paused=False), (FinishRun(""),))
 
 
 def stop_requested(state: State, event: events.StopRequested) -> Decision:
-    """Makes the newest step with drawn tasks, or tasks being drawn, the last one. It also ends a
-    pause.
+    """Makes the newest step whose tasks are drawn, or about to be, the last one; a paused run is
+    paused no longer.
     """
     last = min(state.settings.total_steps, state.rollouts.begun)
     settings = replace(state.settings, total_steps=last)

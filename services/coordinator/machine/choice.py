@@ -1,5 +1,5 @@
-"""Records an operator's choices: a pause, a drafter (by a pin until it is removed, by a rollback
-for one step), and the policy's profile.
+"""Keeps what an operator chooses: whether the run pauses, which drafter serves, by a pin until it
+is taken away, by a rollback for a step, and which profile the policy is rounded to.
 
 A paused run rests when the present step has ended. A chosen drafter serves with the next commit,
 while drafters promoted by the gate wait. A profile serves with the next policy.
@@ -101,19 +101,19 @@ def _against_profile(state: State, event: events.ProfileChosen) -> Objection | N
 
 
 def paused(state: State, event: events.Paused) -> Decision:
-    """Stops drawing tasks; refused if no step is left."""
+    """No tasks are drawn from now on; refused where no step is left."""
     if objection(state, event) is not None:
         return refused(state, event, state.rollouts.begun, state.settings.total_steps)
     return Decision(replace(state, paused=True))
 
 
 def continued(state: State, event: events.Continued) -> Decision:
-    """Permits drawing tasks again."""
+    """Tasks may be drawn again."""
     return Decision(replace(state, paused=False))
 
 
 def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
-    """Pins the serving drafter or the previous one; refused if there is none to choose."""
+    """Pins the serving drafter or the one before; refused where nothing is left to choose."""
     if objection(state, event) is not None:
         return refused(state, event, event.version or 0, state.versions.drafter)
     version = _meant(state, event)
@@ -123,12 +123,14 @@ def drafter_chosen(state: State, event: events.DrafterChosen) -> Decision:
 
 
 def drafter_unpinned(state: State, event: events.DrafterUnpinned) -> Decision:
-    """Lets the promoted drafter serve with the next commit. A pending rollback is withdrawn."""
+    """Lets what was promoted meanwhile serve with the next commit; a rollback that is due is
+    withdrawn.
+    """
     return Decision(replace(state, pin=None))
 
 
 def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
-    """Rounds the next policy to the profile; refused if the profile is not permitted."""
+    """Has the next policy rounded so; refused where it may not be."""
     if objection(state, event) is not None:
         return refused(state, event, 0, 0)
     done = event.profile == state.versions.profile

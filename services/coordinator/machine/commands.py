@@ -41,7 +41,7 @@ class RunTasks(StepCommand):
     versions: VersionSet
     round: int = 0  # see DrawnStep
     places: int = 0
-    capture: bool = True  # capture hidden rows for the drafter
+    capture: bool = True  # rows for the drafter
     workers: int = 0  # that get a share, a bit each; 0: all
 
 

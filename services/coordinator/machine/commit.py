@@ -26,9 +26,9 @@ from paceline.trajectory import VersionSet
 
 
 def serve(state: State) -> Decision:
-    """Commits the unanswered set, else the next one, under a new epoch, so that late commands are
-    refused. Waits for rollouts that may have one version only, and for a canary worker. A drafter
-    on slots of the next rollouts leaves meanwhile.
+    """Commits the set that has no answer yet, else the next one, under a new epoch so that whoever
+    is late is refused. Waits for rollouts that may have one version only, and for a worker that can
+    try the set. A drafter that trains where the next rollouts begin leaves meanwhile.
     """
     if not may_commit(state) or (state.committing is None and not can_judge(state)):
         return Decision(state)
@@ -42,8 +42,8 @@ def serve(state: State) -> Decision:
 
 
 def committed(state: State, event: Committed) -> Decision:
-    """Ends the step, or continues with the new policy if the set rolled a drafter back. Workers
-    lent to the drafter before may be lent again.
+    """Ends the step, or goes on to the new policy when the set took a drafter back. Workers that
+    the drafter had before may be lent to it again.
     """
     served, rolled_back = state.versions, _is_rollback(state)
     state = replace(state, versions=event.versions, committing=None)
@@ -71,8 +71,8 @@ def committed(state: State, event: Committed) -> Decision:
 
 
 def commit_failed(state: State, event: CommitFailed) -> Decision:
-    """Gives up a rollback with its pin, and a chosen profile; drops a promoted drafter, or has a
-    policy pushed again.
+    """Gives a rollback up, and a pin that asked for it; a chosen profile, too; leaves a promoted
+    drafter out, pushes a policy again.
     """
     rejected = event.versions.drafter
     if _is_rollback(state):

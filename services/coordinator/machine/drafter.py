@@ -32,10 +32,10 @@ FROZEN = "frozen"
 
 
 def lease_released(state: State) -> Decision | None:
-    """Leases released slots to the drafter while other slots compute: workers', or those of a
-    policy with its own slots. It also does so while the policy's weights are pushed. Once the
-    drafter trains on its lease, more slots join. During a commit no lease begins, since a released
-    worker may be the canary.
+    """Leases released slots to the drafter while others still compute: workers, or a policy that
+    has slots of its own; or while the policy's weights are on their way. Once it trains on the
+    slots of its lease, more join them. While a set is committed none are: a released worker may be
+    trying it.
     """
     settings, workers = state.settings, state.workers
     policy_apart = not settings.colocated and state.learner.phase is not Phase.IDLE
@@ -53,7 +53,7 @@ def lease_released(state: State) -> Decision | None:
 
 
 def train_alone(state: State) -> Decision:
-    """The serial schedule: the drafter trains while everything waits, and the commit follows.
+    """The serial schedule: the drafter trains while everybody waits, and the set follows.
 
     It trains once per step. After a failed commit its workers are COMPLETED, and the set is
     committed as it is.
@@ -78,12 +78,12 @@ def preempt(state: State) -> Decision:
 
 
 def noted(state: State, event: events.GateDecided | events.WorkersReleased) -> Decision:
-    """Adds to the record only."""
+    """A record, nothing else."""
     return Decision(state)
 
 
 def attached(state: State, event: events.DrafterActivated | events.DrafterJoined) -> Decision:
-    """Adds slots released while the trainer took its slots: one change of a lease at a time."""
+    """Adds what was released while the trainer took its slots: one change of a lease at a time."""
     assert state.lease is not None
     known = state.lease.attached
     if isinstance(event, events.DrafterActivated):
@@ -94,17 +94,17 @@ def attached(state: State, event: events.DrafterActivated | events.DrafterJoined
 
 
 def join_failed(state: State, event: events.JoinFailed) -> Decision:
-    """Ends the activation, since the slots that it trains on are unknown."""
+    """Ends the activation: nobody knows on which of its slots it trains."""
     return preempt(state)
 
 
 def reclaim(state: State, event: events.TrafficWaits) -> Decision:
-    """Ends the whole lease for waiting callers; its workers are not leased again in this step."""
+    """Ends the whole lease for callers that wait; its workers are leased no more in this step."""
     return preempt(state)
 
 
 def promoted(state: State, event: events.GatePromoted) -> Decision:
-    """Keeps the candidate for the next commit; an older waiting candidate is aborted.
+    """Keeps the candidate for the next commit; an older one that waited for it is aborted.
 
     A prepared candidate needs no slot: it counts even when Preempted arrived first.
     """
@@ -124,7 +124,7 @@ def preempted(state: State, event: events.Preempted) -> Decision:
 
 
 def detached(state: State, event: events.Detached) -> Decision:
-    """Ends the lease, whether the drafter was done or preempted; a frozen drafter rests."""
+    """Ends the lease, whether the drafter was done or preempted; one that is frozen rests."""
     if event.reason == FROZEN:
         rest = state.step + state.settings.frozen_interval_steps
         state = replace(state, drafter_rests_until=rest)
@@ -147,7 +147,9 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
 
 
 def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
-    """Serves the previous drafter again with the next commit, unless an operator has chosen one."""
+    """Serves the drafter before this one again with the next commit, unless an operator has chosen
+    one.
+    """
     serving = event.drafter_version == state.versions.drafter
     if not serving or state.previous_drafter is None or state.pin is not None:
         return refused(state, event, event.drafter_version, state.versions.drafter)
@@ -178,7 +180,7 @@ def _due(state: State) -> bool:
 
 
 def most_workers(settings: RunSettings) -> int:
-    """Number of workers with slots that the drafter may hold at once."""
+    """Whose slots the drafter may have at once."""
     here = settings.workers - settings.elsewhere.bit_count()
     return max(1, min(here, settings.max_drafter_slots // settings.slots_per_worker))
 

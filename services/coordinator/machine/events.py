@@ -38,7 +38,7 @@ class CallAnswer(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """The services are present; the run begins."""
+    """The peers are there; the run begins."""
 
     settings: RunSettings
     versions: VersionSet
@@ -46,9 +46,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """A coordinator has taken the run over from its journal; the number of steps may have
-    changed.
-    """
+    """A coordinator took the run over from its journal; the number of steps may have changed."""
 
     total_steps: int
 
@@ -70,7 +68,7 @@ class ShareDone(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class GroupClosed(CallAnswer):
-    """A group of the step gets no more samples. Sent if groups are trained before their step's
+    """A group of the step gets no more samples; told where groups are trained before their step's
     tasks have all ended.
     """
 
@@ -99,12 +97,12 @@ class WorkerLost(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class SetDamaged(CallAnswer):
-    """The serving set is damaged and its policy is lost, since the trainer is a version ahead."""
+    """The set to roll out with is damaged, and its policy is gone: the trainer has trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersReleased(CallAnswer):
-    """The engine has returned the memory of the lease's slots, so the trainer may start."""
+    """The engine has given the memory of the lease's slots back: now the trainer is told of it."""
 
     holder: Holder
     details: Details = field(default_factory=dict)
@@ -119,7 +117,7 @@ class DrafterActivated(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class DrafterJoined(CallAnswer):
-    """The drafter also trains on the slots that joined its lease."""
+    """The drafter trains on the slots that were added to its lease, too."""
 
     slots: int  # all slots of the lease, in order
     details: Details = field(default_factory=dict)
@@ -127,14 +125,14 @@ class DrafterJoined(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class JoinFailed(CallAnswer):
-    """The trainer does not train on the slots that were added to its lease."""
+    """Slots were added to the drafter's lease, and its trainer does not train on them."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficWaits(CallAnswer):
-    """Callers' requests wait because the drafter holds workers' slots."""
+    """Requests of callers wait because the drafter has workers' slots."""
 
     requests: int
 
@@ -149,7 +147,7 @@ class GatePromoted(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class GateDecided(CallAnswer):
-    """The drafter's gate made a decision without a version change: kept, refused, frozen, reopened
+    """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened
     or rolled_back.
     """
 
@@ -167,7 +165,7 @@ class Preempted(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Detached(CallAnswer):
-    """The activation has ended: the slots are free."""
+    """The activation's last word: the slots are free."""
 
     reason: str
     details: Details = field(default_factory=dict)
@@ -175,7 +173,7 @@ class Detached(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class TrainerFailed(CallAnswer):
-    """A trainer lost a rank, or could not train for its own reasons."""
+    """A trainer lost a rank, or could not train for a reason of its own."""
 
     service: Service
     message: str
@@ -193,7 +191,7 @@ class Deadline(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PolicyStepped(CallAnswer):
-    """The optimiser step is done; the push continues without slots."""
+    """The optimiser step is done; the push goes on without slots."""
 
     policy_version: int
     details: Details = field(default_factory=dict)
@@ -201,8 +199,8 @@ class PolicyStepped(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class PathsBeyondBound(CallAnswer):
-    """The trainer's audit found a larger gap to the engine's log-probs than rounding explains, with
-    paths as in PolicyStepped.
+    """The trainer's audit found log-probs of the engine further from its own than rounding
+    explains: paths as PolicyStepped names them.
     """
 
     paths: tuple[str, ...]
@@ -212,7 +210,7 @@ class PathsBeyondBound(CallAnswer):
 @dataclass(frozen=True, slots=True)
 class PolicyPrepared(CallAnswer):
     """The new policy is prepared at the gateway, and its head at the drafter trainer if that is
-    present.
+    there.
     """
 
     policy_version: int
@@ -228,7 +226,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed(Event):
-    """A part of the set is absent; the former set serves."""
+    """A part of the set is not there; the former set serves."""
 
     versions: VersionSet
     message: str
@@ -236,8 +234,8 @@ class CommitFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceFell(Event):
-    """Live acceptance length with this drafter is below the previous drafter's by more than noise,
-    or the drafter's files are damaged.
+    """Live acceptance length since this drafter serves is below the one before by more than noise
+    allows, or its files are damaged.
     """
 
     drafter_version: int
@@ -246,7 +244,7 @@ class AcceptanceFell(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone(CallAnswer):
-    """An evaluation ended; value None if the engine cannot make it."""
+    """An evaluation ended; value None when the engine cannot make it."""
 
     kind: Evaluation
     value: float | None
@@ -255,30 +253,30 @@ class EvaluationDone(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsSaved(CallAnswer):
-    """The trainers have written the final checkpoints of a run."""
+    """The trainers wrote the checkpoints that end a run."""
 
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """An operator requested the run's end after the present step."""
+    """Somebody asked for the run to end with the running step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused(Event):
-    """An operator requested a pause after the present work."""
+    """An operator wants the run to rest when what is under way has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued(Event):
-    """An operator requested that a paused run continue."""
+    """An operator wants a paused run to go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterChosen(Event):
-    """An operator chose a drafter: until it is unpinned, or after a rollback for at least one step.
-    Version None is the serving drafter for a pin, the previous one for a rollback.
+    """An operator wants a drafter to serve: until it is unpinned, or, after a rollback, for a step
+    at least. Version None is the serving one for a pin, the one before for a rollback.
     """
 
     version: int | None
@@ -287,12 +285,12 @@ class DrafterChosen(Event):
 
 @dataclass(frozen=True, slots=True)
 class DrafterUnpinned(Event):
-    """An operator returned the choice of the drafter to the gate."""
+    """An operator leaves it to the gate again which drafter serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileChosen(Event):
-    """An operator chose the profile of the next policies; "": no rounding."""
+    """An operator wants policies to be rounded to a profile from the next one on; "": to none."""
 
     profile: str
 

@@ -39,7 +39,7 @@ issued again.
 
 
 def service_lost(state: State, event: events.ServiceLost) -> Decision:
-    """Frees the slots of the lost service and waits for it, if it is needed."""
+    """Waits for the service; what it held of slots is free, what needs it waits too."""
     if event.service in state.lost:
         return Decision(state)
     decision = Decision(replace(state, lost=state.lost | {event.service}))
@@ -53,7 +53,7 @@ def service_lost(state: State, event: events.ServiceLost) -> Decision:
 
 
 def service_back(state: State, event: events.ServiceBack) -> Decision:
-    """Issues the calls of the service again; the drafter gets released slots."""
+    """Makes those calls again that were the service's; the drafter gets released slots."""
     service = event.service
     if service not in state.lost:
         return Decision(state)
@@ -69,7 +69,7 @@ def service_back(state: State, event: events.ServiceBack) -> Decision:
 
 
 def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
-    """Continues without the drafter, or begins the policy step again."""
+    """The run goes on without the drafter; the policy step begins again."""
     if event.service is Service.DRAFTER_TRAINER:
         return end_lease(state, Cause.PREEMPTED, fence=True)
     if state.learner.phase is not Phase.POLICY:
@@ -78,7 +78,7 @@ def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
 
 
 def deadline(state: State, event: events.Deadline) -> Decision:
-    """Takes the slots of a late drafter back; any other deadline fails the run."""
+    """Takes the drafter's slots when it was late, fails the run when anybody else was."""
     if event.what in ("activation", "join"):
         return preempt(state)
     if event.what == "preempt":
@@ -87,7 +87,7 @@ def deadline(state: State, event: events.Deadline) -> Decision:
 
 
 def call_failed(state: State, event: events.CallFailed) -> Decision:
-    """Fails the run. If the service is optional, the run continues and its slots are free."""
+    """Fails the run; an optional service's goes on, and what it held of slots is free."""
     if event.service in OPTIONAL:
         leased = state.lease is not None
         return end_lease(state, Cause.PREEMPTED, fence=True) if leased else Decision(state)
@@ -130,13 +130,13 @@ def again_from(phase: Phase) -> Phase:
 
 
 def fail(state: State, message: str) -> Decision:
-    """Ends the run for now; Resumed continues it."""
+    """Ends the run for now; Resumed goes on from here."""
     state = replace(state, failed_phase=state.phase, failure=message)
     return Decision(state, enters=Phase.FAILED)
 
 
 def give_up(state: State) -> Decision:
-    """Returns the slots to the engine, for callers, and ends the run."""
+    """Gives the slots back to the engine, for whoever asks it, and ends the run."""
     lease = state.lease and replace(state.lease, preempting=True)
     state = replace(state, epoch=state.epoch + 1, lease=lease)
     policy = bool(held_by(state, Holder.POLICY))

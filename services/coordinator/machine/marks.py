@@ -1,5 +1,5 @@
-"""Compares an event with the current call: a smaller value is late, a larger one belongs to a call
-that was never made.
+"""Says what an event carries beside the current value: a smaller one is late, a larger one is of a
+call that was never made.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def call(state: State, event: events.CallAnswer) -> Mark:
 
 
 def learner_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call`, for the learner's call."""
+    """As `call` has it, of the learner's call."""
     committing = state.learner.phase is Phase.COMMIT and state.committing is not None
     over = state.learner.phase is not Phase.POLICY and not committing
     return Mark("epoch", event.epoch, state.learner.epoch, over)
@@ -61,13 +61,13 @@ def resharding(state: State, event: events.RanksChanged | events.RanksKept) -> M
 
 
 def rollout_call(state: State, event: events.CallAnswer) -> Mark:
-    """As `call`, for the call that rolls a step out."""
-    over = draw_of(state, event.epoch) is None  # an older call may continue beside the newest
+    """As `call` has it, of the call that rolls a step out."""
+    over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest
     return Mark("epoch", event.epoch, state.rollouts.epoch if over else event.epoch, over)
 
 
 def share(state: State, event: events.ShareDone) -> Mark:
-    """As `rollout_call`, and when the worker has finished its share."""
+    """As `rollout_call` has it, and when the worker has done its share."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     if draw is not None and event.worker < len(state.workers):
         return mark._replace(over=not draw.owed >> event.worker & 1)
@@ -75,7 +75,7 @@ def share(state: State, event: events.ShareDone) -> Mark:
 
 
 def group(state: State, event: events.GroupClosed) -> Mark:
-    """As `rollout_call`, and when the group has closed."""
+    """As `rollout_call` has it, and when the group has closed."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
 
@@ -97,7 +97,7 @@ def lease(state: State, event: events.CallAnswer) -> Mark:
 
 
 def newest_lease(state: State, event: events.GatePromoted) -> Mark:
-    """Late when there is a newer lease or candidate, even if this lease is over."""
+    """Late when there is a newer lease or candidate; a lease that is over is no matter."""
     over = (event.epoch, event.drafter_version) <= state.candidate
     return Mark("epoch", event.epoch, state.lease_epoch, over)
 
@@ -105,7 +105,7 @@ def newest_lease(state: State, event: events.GatePromoted) -> Mark:
 def lease_or_call(
     state: State, event: events.TrainerFailed | events.Deadline | events.WorkersReleased
 ) -> Mark:
-    """Late as `lease` for events of the drafter, else as for the event's call."""
+    """Late as `lease` has it for news of the drafter, else as the call that it is of."""
     if isinstance(event, events.TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
     elif isinstance(event, events.WorkersReleased):

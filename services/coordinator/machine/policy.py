@@ -19,7 +19,7 @@ from paceline.services.coordinator.machine.state import MachineError, Phase, Sta
 
 
 def wait_for_slots(state: State) -> Decision:
-    """Fences earlier calls; the policy trains when drafter and rollouts have left."""
+    """Fences what a former call holds; the policy trains when drafter and rollouts have left."""
     return Decision(free_slots(state, held_by(state, Holder.POLICY), fence=True))
 
 
@@ -36,7 +36,7 @@ def train(state: State) -> Decision:
 
 
 def stepped(state: State, event: PolicyStepped) -> Decision:
-    """Frees the slots, which the push does not need; the drafter may use them meanwhile."""
+    """Frees the slots, which the push does not need: the drafter may get them for as long."""
     state = _released(state, event)
     if trains_during_push(state):
         trained = list(state.workers.where(WorkerState.COMPLETED))

@@ -48,8 +48,8 @@ def step_began(state: State, event: StepBegan) -> Decision:
 
 
 def generate(state: State) -> Decision:
-    """Leases the workers' free slots to the engine under a new epoch, resumes suspended workers and
-    issues the waiting tasks, each step's under its own epoch.
+    """Leases the workers' free slots to the engine under a new epoch, lets suspended workers go on
+    and calls the tasks that wait, each step's under an epoch of its own.
 
     Without a running call, earlier calls are fenced.
     """
@@ -86,14 +86,16 @@ def generate(state: State) -> Decision:
 
 
 def suspend(state: State) -> Decision:
-    """Takes the slots of generating workers: their requests are held and continue afterwards."""
+    """Takes the slots of workers that generate: their requests are held, and go on afterwards."""
     workers = list(state.workers.where(WorkerState.GENERATING))
     state = move_workers(state, workers, Cause.SUSPENDED)
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)))
 
 
 def share_done(state: State, event: ShareDone) -> Decision:
-    """Releases the worker's slots if it has no share of another step; the drafter may get them."""
+    """Releases the worker's slots where it has no share of another step to do; the drafter may get
+    them.
+    """
     draw = draw_of(state, event.epoch)
     if event.worker >= len(state.workers) or draw is None:
         raise MachineError(f"ShareDone(worker={event.worker})", state.describe())
@@ -102,8 +104,8 @@ def share_done(state: State, event: ShareDone) -> Decision:
 
 
 def group_closed(state: State, event: GroupClosed) -> Decision:
-    """Lets the group be trained before the other groups of its step, unless a later round replaces
-    it.
+    """The group may be trained before the other groups of its step have closed, unless another one
+    will stand in for it.
     """
     draw = draw_of(state, event.epoch)
     if draw is None or not draw.places >> event.index & 1:
@@ -114,8 +116,8 @@ def group_closed(state: State, event: GroupClosed) -> Decision:
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
-    """Releases idle workers. All groups of the step have closed, or groups with equal rewards are
-    drawn again with other tasks.
+    """Releases the workers that have nothing else to do. All groups of the step have closed, or
+    those that have nothing to teach are drawn again: other tasks in their places.
     """
     draw = draw_of(state, event.epoch)
     assert draw is not None  # otherwise the event would be late
@@ -146,7 +148,7 @@ def worker_lost(state: State, event: WorkerLost) -> Decision:
 
 
 def set_damaged(state: State, event: SetDamaged) -> Decision:
-    """The tasks wait for the learner's next set and begin again with it."""
+    """The tasks wait for the set that the learner is about to make, and begin again with that."""
     if state.learner.phase is Phase.IDLE:  # it has been committed meanwhile
         return roll_out_again(state, "the set to roll out with is damaged")
     return Decision(with_rollouts(interrupted(state), damaged=True))

@@ -34,8 +34,8 @@ from paceline.services.coordinator.machine.state import (
 
 
 def commit_set(state: State) -> Decision | None:
-    """Commits the prepared set when the rollouts before it have ended, and the drafter has left a
-    worker as canary.
+    """The prepared set is committed when the rollouts that it has waited for have ended, and the
+    drafter has left a worker to try it.
     """
     waits = state.learner.phase is Phase.COMMIT and state.committing is None
     if not waits or not may_commit(state):
@@ -44,7 +44,7 @@ def commit_set(state: State) -> Decision | None:
 
 
 def train_policy(state: State) -> Decision | None:
-    """Trains the policy when drafter and rollouts have left its slots, which it requests."""
+    """The policy trains when drafter and rollouts have left its slots, which they are told to."""
     if state.learner.phase is not Phase.PREEMPT or not may_take_turn(state):
         return None
     if state.settings.colocated and state.lease is not None:
@@ -55,7 +55,7 @@ def train_policy(state: State) -> Decision | None:
 
 
 def take_batch(state: State) -> Decision | None:
-    """The learner takes the next batch when it is complete."""
+    """The learner takes the next batch when it is there."""
     if state.learner.phase is not Phase.IDLE or not may_take_turn(state):
         return None
     batch = next_batch(state)
@@ -68,8 +68,8 @@ def take_batch(state: State) -> Decision | None:
 
 
 def roll_out(state: State) -> Decision | None:
-    """Issues drawn or interrupted tasks when the drafter has left their slots; suspended rollouts
-    continue.
+    """Tasks that are drawn or were interrupted are called when the drafter has left their slots;
+    suspended rollouts go on.
     """
     if not may_call(state):
         return None
@@ -81,14 +81,14 @@ def roll_out(state: State) -> Decision | None:
 
 
 def draw_tasks(state: State) -> Decision | None:
-    """Draws the tasks of the next step."""
+    """The tasks of the next step are drawn."""
     if not may_draw(state):
         return None
     return Decision(with_rollouts(state, drawing=True), (BeginStep(state.rollouts.step),))
 
 
 def rest(state: State) -> Decision | None:
-    """Between two steps, pauses, evaluates or ends the run, without a drafter on the slots."""
+    """Between two steps the run pauses, is evaluated or ends, without a drafter on the slots."""
     over = state.step >= state.settings.total_steps
     if state.phase is Phase.PAUSED or not at_rest(state):
         return None
@@ -102,7 +102,7 @@ def rest(state: State) -> Decision | None:
 
 
 def go_on(state: State) -> Decision | None:
-    """Leaves the rest phase if the run is no longer paused, or if its steps are all done."""
+    """A run that is paused no longer, or whose steps are all done, leaves its rest."""
     if state.phase is not Phase.PAUSED or pauses(state):
         return None
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.RUNNING)
@@ -123,7 +123,7 @@ RULES: tuple[Callable[[State], Decision | None], ...] = (
 
 
 def follow(state: State) -> Decision | None:
-    """The next decision by the rules; None when none applies."""
+    """What begins now; None when nothing does."""
     if state.phase not in (Phase.RUNNING, Phase.PAUSED):
         return None
     for rule in RULES:

@@ -1,16 +1,16 @@
-"""The conditions, by schedule and placement, under which a track may begin a step's tasks, a batch
-or a commit. Schedules differ here only.
+"""Says when the schedule and the placement let a track begin something: a step's tasks, a batch, a
+commit. They differ here and nowhere else.
 
-- `sync`: a step's tasks are drawn after the previous step is committed.
-- `one_step_off`: a step's tasks run while the previous step is trained. Its set is committed when
-  the tasks have ended, so a trajectory has one version.
-- `fully_async`: tasks are drawn as far ahead as `capacity` permits. A batch is the next
-  `groups_per_step` closed groups, older steps first. The batch waits if the groups left by it could
-  not be trained in time. Its set is committed while rollouts continue.
+- `sync`: a step's tasks are drawn when the step before is committed.
+- `one_step_off`: a step's tasks run while the step before is trained, whose set is committed when
+  they have ended: a trajectory has one version.
+- `fully_async`: tasks are drawn as far ahead as `capacity` allows. A batch is the next
+  `groups_per_step` groups that have closed, those of older steps first, unless what it leaves could
+  then not be trained in time, and its set is committed among the rollouts that go on.
 
-Colocated tracks take turns on the slots. The policy trains when all rollouts have ended or, in
-`fully_async`, are suspended. No rollout begins while the policy holds or needs the slots. Both
-tracks rest before an evaluation, in a pause, and before the run ends.
+Colocated tracks take turns on the slots: the policy trains when all rollouts have ended or, in
+`fully_async`, are suspended, and no rollout begins while it holds or needs the slots. Both tracks
+come to rest before an evaluation, in a pause, and before the run ends.
 """
 
 from __future__ import annotations

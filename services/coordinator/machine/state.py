@@ -81,7 +81,7 @@ class DrafterPin:
     """
 
     version: int
-    lasting: bool = True  # until it is unpinned; else for one policy, as after a rollback
+    lasting: bool = True  # until it is taken away; else for one policy, as after a rollback
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +188,9 @@ class State:
     prepared: int | None = None  # policy prepared at the gateway, served by the next commit
     committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
-    paused: bool = False  # an operator wants no new step
-    drafter_benched: bool = False  # it has failed: no lease before the next finished share
-    drafter_rests_until: int = 0  # step until which it is frozen
+    paused: bool = False  # an operator wants no step to begin
+    drafter_benched: bool = False  # it has failed: no lease before the next share
+    drafter_rests_until: int = 0  # a step; its training was frozen
     joining: Staffing = Staffing()
     leaving: Staffing = Staffing()
     resharding: Resharding = Resharding()

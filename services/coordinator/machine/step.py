@@ -1,25 +1,28 @@
-"""The decisions of a run: `step(state, event) -> (state, commands)`, a pure function.
+"""Decides a run: `step(state, event) -> (state, commands)`, pure.
 
-A run has a phase. While that is RUNNING, each of its two tracks has its own: the rollouts, which
-generate, and the learner, which trains the collected groups. PHASES lists for each phase the calls
-on entry and the phases that may follow. EVENTS lists for each event its phases, the condition under
-which it is late, and its handler. A handler returns the state after the event and the phase to
-enter, if any. After each event, RULES (`rules.py`) start a track's next work until no rule applies;
-`schedule.py` has their conditions. An RL step is one round of each track:
+A run is in one phase, and while that is RUNNING each of its two tracks is in one of its own: the
+rollouts, which generate, and the learner, which trains what they have brought. PHASES says what a
+phase asks for when it is entered and which phases may follow it. EVENTS says for each event in
+which phases it may come, what makes it late, and who handles it. A handler returns the state after
+the event and, where a phase is over, the phase to enter. What a track then begins by itself, with
+the tasks of the next step or a batch, stands in RULES (`rules.py`), of which one after the other
+is followed until none holds; `schedule.py` has their conditions. So an RL step is one round of each
+track,
 
     READY -> ROLLOUT -> READY        IDLE -> PREEMPT -> POLICY -> DRAFTER -> COMMIT -> IDLE
 
-DRAFTER is left at once, except in the serial drafter schedule. In the schedule `sync` the tracks
-take turns; in the other schedules they are several steps apart.
+of which DRAFTER is passed at once outside the serial drafter's schedule. In the schedule `sync` the
+tracks take turns; in the others they are several steps apart.
 
-Two things have states beside the phases: each worker (WORKER_TRANSITIONS), and the drafter's lease.
-The lease ends before its workers generate again and, on shared slots, before the policy trains. A
-lost call, an absent service or a restarted coordinator leads to a new call under a new epoch. Later
-answers to the old call are late, and so are repeated events. A late event changes nothing and is
-answered by Refuse; an impossible one raises MachineError.
+Two things have states beside the phases: each worker (WORKER_TRANSITIONS; `staff.py` has those that
+join and leave), and the drafter's lease, which is over before its workers generate again and, where
+they share slots, before the policy trains. Whatever loses a call, a service that is away or a
+coordinator that is started again, has it made once more: under a new epoch, and what the old one
+still answers is late, as is everything that comes a second time. A late event changes nothing and
+is answered by Refuse; one that cannot happen raises MachineError.
 
-The machine has no clock and no randomness: the same events yield the same state and the same
-commands, so a journal can be replayed.
+No clock and no randomness: the same events give the same state and the same commands, so a journal
+replays.
 """
 
 from __future__ import annotations

@@ -18,19 +18,19 @@ from paceline.trajectory import Target
 
 
 class BanditConfig(Config):
-    """Settings of the bandit that chooses the arm of each round."""
+    """Which bandit chooses the arm of a round, and how it remembers."""
 
     kind: str = "epsilon_greedy"
     """Bandit algorithm: epsilon_greedy, ucb, beg, or package.module:Class."""
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Share of exploring rounds in epsilon_greedy and beg."""
+    """Share of rounds that explore, of epsilon_greedy and beg."""
     window: int = Field(default=1000, ge=1)
-    """Rounds remembered per group, over all arms."""
+    """Rounds remembered per group, of all arms together."""
     groups: tuple[int, ...] = (1, 2, 5, 21)
     """Smallest batch size of each group."""
     inherited_rounds: int = Field(default=64, ge=0)
-    """Rounds that a new drafter's arms inherit from the previous drafter, scaled by the gate's
-    measurement; 0: every arm is tried again.
+    """Rounds that a new drafter's arms take over from the drafter before it, as its trainer says
+    that they change; 0: its arms are tried anew.
     """
 
 
