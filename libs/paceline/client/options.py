@@ -16,7 +16,7 @@ from paceline.errors import InvalidInput
 class GenerationOptions(TypedDict, total=False):
     """Keyword arguments of `generate`."""
 
-    model: str  # name of a served model; optional
+    model: str  # the served one's name; left out, it is whatever is served
     temperature: float  # 0 to 10; 1.0 unless given
     max_tokens: int
     stop: str | Sequence[str]

@@ -49,8 +49,8 @@ def versions() -> dict[str, str]:
 
 
 def same_on_hosts(config: ServiceConfig, of_a_host: Collection[str]) -> dict[str, str]:
-    """Items that all hosts of a service must have in common, by name: versions, and hashes of
-    settings. `of_a_host`: sections that may differ by host.
+    """What all hosts of a service have to have alike, by name: versions, and hashes of settings.
+    `of_a_host`: sections that each may have for itself.
     """
     found = {name: value for name, value in versions().items() if name in _ON_ALL_HOSTS}
     for name, value in config.model_dump(mode="json", exclude=set(of_a_host)).items():

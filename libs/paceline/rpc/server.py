@@ -47,7 +47,7 @@ class Server:
         self._health = Health()
         self._names: list[str] = []
         self.caps: dict[str, int] = {}
-        """Largest request in bytes, by "/service/method"; MESSAGE_CAP for all other methods."""
+        """Bytes of a request at most, by "/service/method"; MESSAGE_CAP where none is named."""
         self._closed: set[str] = set()
         self._server = grpc.aio.server(
             interceptors=[GuardedCalls(security, unary_cap_s, self.caps, self._closed)],
@@ -65,8 +65,8 @@ class Server:
         self._names.append(full_service_name)
 
     async def start(self, *, first: str = "") -> int:
-        """Listens and returns the port. Services without a flag start serving. With `first`, only
-        that service serves until `open` is called.
+        """Listen; returns the port. Services whose flag nobody set serve from now on, but where one
+        is to be the `first` the others only once `open` is called.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -85,7 +85,7 @@ class Server:
         return port
 
     def open(self) -> None:
-        """Starts serving all services."""
+        """All services serve."""
         for name in self._closed:
             self._health.set(name, True)
         self._closed.clear()

@@ -65,8 +65,8 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         caps: Mapping[str, int],
         closed: Set[str],
     ) -> None:
-        """`caps`: largest request in bytes, by method. `closed`: services that accept no call yet.
-        Both are read with each call.
+        """`caps`: bytes of a request at most, by method; `closed`: services that take no call yet;
+        both are looked at with each call.
         """
         self._closed = closed
         self._security = security

@@ -6,4 +6,4 @@ directory.
 """
 
 DEVICE_VARIABLE = "PACELINE_RANK_DEVICE"
-"""Variable with the kind of device that a rank computes on; empty: the settings decide."""
+"""Names the kind of device that a rank computes on; empty: its settings say it."""

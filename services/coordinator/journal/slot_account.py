@@ -90,7 +90,7 @@ def _free_while_pushing(state: State) -> int:
 
 
 def _without_worker(state: State) -> int:
-    """Free slots at places without a worker: all of them, unless a colocated policy trains."""
+    """Free slots whose place has no worker: all of them, unless a colocated policy trains."""
     if state.settings.colocated and state.slots.counted(Holder.POLICY):
         return 0
     return state.workers.counted(WorkerState.ABSENT) * state.settings.slots_per_worker

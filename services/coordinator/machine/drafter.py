@@ -186,7 +186,7 @@ def most_workers(settings: RunSettings) -> int:
 
 
 def enough_released(state: State) -> bool:
-    """Whether enough workers are released to start the drafter."""
+    """Whether so many workers are released that the drafter begins."""
     least = state.settings.min_workers_for_training
     return len(list(islice(leasable(state), least))) >= least
 

@@ -1,4 +1,4 @@
-"""Measures drafters on rows, in pieces short enough for a preemption."""
+"""Measures drafters on rows, in pieces short enough to be preempted."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ class MeasuredRows:
 
 
 class GateJob:
-    """Measures frozen drafters on the same rows. Call `advance` until `done`; each call measures
-    one drafter on one piece.
+    """Measures frozen drafters on the same rows; `advance` until `done`, one drafter and
+    piece at a time.
 
     A job may outlive its activation, so it holds the heads of its rows.
     """
@@ -156,10 +156,10 @@ class GateJob:
         self._accepted: list[list[Floats]] = [[] for _ in self._nets]
         self._groups: list[npt.NDArray[np.int64]] = []
         self._buckets: list[npt.NDArray[np.int64]] = []
-        self._numbers: dict[str, int] = {}  # numbers of groups
+        self._numbers: dict[str, int] = {}  # of groups
         self._next = 0
         self._row: PackedRow | None = None
-        self._temperature = 1.0  # of the present piece
+        self._temperature = 1.0  # of the piece at hand
         self.heads = {sample.lm_head_hash: heads[sample.lm_head_hash] for sample in samples}
         """Heads of its rows by hash, kept even if the caller drops them."""
         self.head = self.heads[samples[-1].lm_head_hash]
@@ -167,12 +167,12 @@ class GateJob:
 
     @property
     def done(self) -> bool:
-        """Whether all drafters are measured on all pieces."""
+        """All drafters measured on all pieces."""
         return self.even and not self._pieces
 
     @property
     def even(self) -> bool:
-        """Whether all drafters are measured on the same pieces, at least one."""
+        """All drafters measured on the same pieces, one at least."""
         return self._row is None and bool(self._groups)
 
     @property
@@ -219,8 +219,8 @@ class GateJob:
 
 
 def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
-    """Samples of one head and temperature each, few enough to be measured between two checks of the
-    lease; the last ones are measured first.
+    """Samples of one head and temperature each, few enough to be measured between two looks at the
+    lease; the last are measured first.
     """
     pieces: list[list[FeatureSample]] = [[]]
     for sample in samples:

@@ -88,7 +88,7 @@ class ShardedDrafter:
         return {key: local_of(value) for key, value in found.items()}
 
     def local_on_cpu(self) -> dict[str, Tensor]:
-        """The same shards on the CPU, from either device; read only."""
+        """The same on the CPU, wherever the numbers are now; not to be written to."""
         if self._aside is not None:
             return {key: aside.copy for key, aside in self._aside.items()}
         return {key: value.detach().cpu() for key, value in self.local().items()}

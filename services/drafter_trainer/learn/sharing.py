@@ -18,9 +18,9 @@ _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents",
 def announce(word: str, members: Members, student: int = 0) -> None:
     """Rank 0 announces the next action.
 
-    "stop": the activation is over. "snapshot": of that student (students.py). "again": that student
-    continues from other weights. "save": a checkpoint. "join": other members, as in the next
-    command.
+    "stop": nothing, the activation is over; "snapshot": one of that student (students.py);
+    "again": that student goes on from other weights; "save": a checkpoint; "join": other members,
+    as the next command says.
     """
     members.agree(_WORDS.index(word), student)
 

@@ -30,7 +30,7 @@ def loads_silently(read: int, of: int) -> None:
 
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
-    """A mesh of all ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
+    """All ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
     kind = _kind_of(os.environ.get(DEVICE_VARIABLE) or config.device)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -39,7 +39,7 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
 
 
 def _kind_of(device: str) -> str:
-    """cpu, or cuda if every rank of a host has its own GPU: NCCL refuses one GPU for two ranks."""
+    """cpu or cuda, where every rank of a host has a GPU of its own: NCCL refuses one for two."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     gpus = torch.cuda.device_count()
     if device == "auto":

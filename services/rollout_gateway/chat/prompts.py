@@ -52,7 +52,7 @@ class ChatPrompt:
     parser: Callable[[], ChatParser]  # of one answer
     grammar: str = ""  # that the answer's tool calls must follow; empty: unconstrained
     stop_ids: tuple[int, ...] = ()  # tokens that end the answer, besides the model's
-    free_until: str = ""  # text after which a constrained answer begins; empty: at its beginning
+    free_until: str = ""  # text behind which an answer of a form begins; empty: at its beginning
 
 
 class Held(NamedTuple):

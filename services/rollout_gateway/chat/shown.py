@@ -1,5 +1,5 @@
-"""Finds tools, calls and results that a chat template drops. They are refused by name, or added to
-the default tool prompt.
+"""Finds the tools, calls and results that a chat template drops, and refuses them by name or puts
+them into the default tool prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shown(NamedTuple):
 
     tools: bool
     calls: bool
-    several: bool  # calls of one message after the first
+    several: bool  # calls of one message behind the first
     results: bool
 
     def writes(self, message: Message) -> bool:
@@ -61,8 +61,8 @@ class ShownTools:
         self._known: dict[bool, Shown] = {}  # by whether there are tools
 
     def fitted(self, request: ChatRequest) -> tuple[ChatRequest, int]:
-        """The request with all its tools, calls and results visible to the template, and the number
-        of messages inserted before it.
+        """The request with all its tools, calls and results where the template shows them, and the
+        number of messages that were put before it.
 
         Raises InvalidInput for dropped parts if there is no default prompt.
         """
@@ -93,7 +93,7 @@ class ShownTools:
                 )
 
     def _dropped(self, request: ChatRequest) -> Iterator[tuple[str, str]]:
-        """(fault, names) of each kind of part that the template drops."""
+        """(the fault, names) of each kind of part that the template drops."""
         shown = self._shown(request)
         if request.tools and not shown.tools:
             yield "tools: the chat template does not show tools", ", ".join(request.tool_names())
@@ -157,7 +157,7 @@ class ShownTools:
 
 
 def _as_text(message: Message, shown: Shown, spelling: ToolFormat) -> Message:
-    """The message with unwritten calls or results as text."""
+    """The message, its calls or result as text where the template does not write them."""
     if not shown.writes(message):
         calls = [SpelledCall(one.name, one.arguments or "{}") for one in message.tool_calls]
         content = "\n".join(filter(None, (message.content, spelling.written(calls))))

@@ -222,7 +222,7 @@ class Agents:
             del self._unsent[session_id]
             if (
                 session_id not in self.sessions
-            ):  # a later attempt under the same id has its own record by now
+            ):  # a later attempt under the same id has a record of its own by now
                 self._records.ended(session_id)
 
     async def _recorded(self, session: Session) -> None:

@@ -171,7 +171,7 @@ class Sessions:
         return None
 
     def remember(self, session: Session, turn: Turn) -> None:
-        """Adds a turn, which counts as a sign of life."""
+        """A turn was added, which is a sign of life."""
         if (
             self._open.get(session.session_id) is not session
         ):  # also when a later attempt has the name
