@@ -49,6 +49,12 @@ def track_lines(title: str, table: Mapping[Phase, machine.PhaseRow]) -> Iterator
     yield from ("", f"### {title}", "", *diagram(edges), "", *phase_table(table))
 
 
+def learner_diagram() -> Iterator[str]:
+    """The learner's phases as a state diagram."""
+    edges = [(phase, then, "") for phase, row in machine.LEARNER.items() for then in row.then]
+    yield from diagram(edges)
+
+
 def worker_diagram() -> Iterator[str]:
     """WORKER_TRANSITIONS as a state diagram."""
     yield from diagram((one, then, cause) for (one, cause), then in WORKER_TRANSITIONS.items())
@@ -60,6 +66,13 @@ def diagram(edges: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     for one, then, label in edges:
         yield f"    {one} --> {then}{f' : {label}' if label else ''}"
     yield "```"
+
+
+FIGURES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "workers": worker_diagram,
+    "learner": learner_diagram,
+}
+"""Figures of ARCHITECTURE.md, by name."""
 
 
 def rule_table() -> Iterator[str]:

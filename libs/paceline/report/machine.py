@@ -1,4 +1,4 @@
-"""Describes the machine and the versions of packages, for a summary or a bench."""
+"""Describes the machine and the package versions, for a summary or a bench."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ON_ALL_HOSTS = ("python", "paceline", "torch", "transformers")
 
 
 def machine_in_words() -> str:
-    """Cores, processor, memory, system: one line."""
+    """Cores, processor, memory and system, in one line."""
     memory = psutil.virtual_memory().total / (1 << 30)
     return (
         f"{usable_cores()} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} "
@@ -38,7 +38,7 @@ def machine_in_words() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that are installed."""
+    """Versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""Declares the entries of both streams: their header fields, and the tensors of their payload.
+"""Declares the entries of both streams: their header fields and the tensors of their payload.
 
-Encoders and decoders go by these tables, and docs/streams.md is written from them.
+Encoders and decoders use these tables, and docs/streams.md is generated from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA_VERSION = "5"
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """How a value stands in a header field, which is text."""
+    """Text form of a value in a header field."""
 
     word: str
     write: Callable[[Any], str]
@@ -67,7 +67,7 @@ WAYS = TextForm(
 )
 
 
-_getter = cache(attrgetter)  # by a noun's field: there are some twenty, and each entry has them all
+_getter = cache(attrgetter)  # by field name: about twenty names, each used in every entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class HeaderField:
     name: str
     form: TextForm
     meaning: str
-    source: str = ""  # the noun's field, dotted; empty: the encoder computes it
+    source: str = ""  # the noun's field, dotted; empty: computed by the encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PayloadTensor:
     """One tensor of an entry's payload."""
 
     name: str
-    dtype: str  # safetensors dtype name; empty: the header's
+    dtype: str  # safetensors dtype name; empty: from the header
     shape: tuple[str, ...]
     meaning: str
 
@@ -100,7 +100,7 @@ class EntryLayout:
     payload: tuple[PayloadTensor, ...]  # in the order of their bytes
 
     def write_header(self, noun: object, **computed: object) -> dict[str, str]:
-        """The header of a noun's entry; `computed` are the fields without a source."""
+        """The header of a noun's entry; `computed` holds the fields without a source."""
         computed["schema_version"] = SCHEMA_VERSION
         return {
             one.name: one.form.write(
@@ -110,7 +110,7 @@ class EntryLayout:
         }
 
     def read_header(self, fields: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Values by the noun's field, and the computed ones by name.
+        """Values by the noun's field, and computed values by name.
 
         Raises DataLoss when the header has another layout or lacks a field, ValueError when a field
         has another form.
@@ -130,7 +130,8 @@ class EntryLayout:
     def read_tensor(
         self, tensors: Mapping[str, NamedTensor], name: str, dtype: str = "", **sizes: int
     ) -> NamedTensor:
-        """A tensor of the payload if it has the declared form, its letters being `sizes`.
+        """A tensor of the payload in its declared form; `sizes` are the values of its shape
+        letters.
 
         Raises DataLoss otherwise.
         """
@@ -225,7 +226,7 @@ FEATURES = EntryLayout(
         HeaderField("hidden", WHOLE, "H"),
         _TRACE,
     ),
-    # By falling size of their numbers, so that each lies aligned.
+    # Ordered by falling element size, so that each tensor is aligned.
     payload=(
         PayloadTensor("versions", "I64", ("T",), "policy version that computed the row"),
         PayloadTensor("token_ids", "I32", ("T + 1",), "token of each row, and the last one"),

@@ -1,4 +1,4 @@
-"""Puts paths in quarantine by which tokens come out inexact; the run goes on without them."""
+"""Quarantines generation paths that produce inexact log-probs; the run continues without them."""
 
 from __future__ import annotations
 

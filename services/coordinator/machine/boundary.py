@@ -1,4 +1,4 @@
-"""Starts, resumes, pauses, evaluates and ends a run: everything between two steps."""
+"""Everything between two steps: start, resume, pause, evaluation and end of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeps an operator's choices: the pause of the run, the serving drafter and the policy's profile.
 
-A paused run rests when what is under way has ended. A drafter is served with the next commit; what
-the gate promotes meanwhile waits. A profile is served with the next policy.
+A paused run rests when the present step has ended. A chosen drafter serves with the next commit,
+while drafters promoted by the gate wait. A profile serves with the next policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Choice = (
 
 
 def objection(state: State, event: Choice) -> Objection | None:
-    """What speaks against a choice now; None when nothing does."""
+    """The objection to a choice in the present state; None without one."""
     match event:
         case events.Paused():
             return _against_pause(state)
@@ -137,8 +137,8 @@ def profile_chosen(state: State, event: events.ProfileChosen) -> Decision:
 
 
 def due_profile(state: State) -> str:
-    """What the next policy is rounded to: the chosen profile, else the serving one, unless the
-    audit found it inexact and the engine can go without it.
+    """The profile of the next policy: the chosen one, else the serving one. A profile that the
+    audit found inexact is dropped if the engine can serve without it.
     """
     if state.settings.profile_stays:
         return state.versions.profile
@@ -147,7 +147,7 @@ def due_profile(state: State) -> str:
 
 
 def due_drafter(state: State) -> int:
-    """The drafter that is to serve before the next policy does."""
+    """The drafter that must serve before the next policy does."""
     if state.pin is not None:
         return state.pin.version
     if state.rollback and state.promoted is None and state.previous_drafter is not None:
@@ -156,7 +156,7 @@ def due_drafter(state: State) -> int:
 
 
 def _meant(state: State, event: events.DrafterChosen) -> int:
-    """The version that an event without one names: a rollback that is due is meant again."""
+    """The version meant by an event without one; a pending rollback keeps its version."""
     if event.version is not None:
         return event.version
     if event.lasting:

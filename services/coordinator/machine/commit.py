@@ -1,5 +1,5 @@
-"""Commits version sets: the new policy, with the promoted drafter, after a drafter's rollback, or
-with the drafter that an operator keeps.
+"""Commits version sets: the new policy with the promoted drafter, after a drafter's rollback, or
+with a pinned drafter.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def commit_failed(state: State, event: CommitFailed) -> Decision:
 
 
 def _next_set(state: State) -> VersionSet:
-    """A drafter rollback that is due, under its own seq, else the new policy.
+    """A pending drafter rollback under its own seq, else the new policy.
 
-    The rollback comes first, so that one that fails takes no policy with it.
+    The rollback precedes the policy, so a failed rollback does not take a policy with it.
     """
     served, due = state.versions, due_drafter(state)
     assert state.prepared is not None

@@ -1,4 +1,6 @@
-"""Leases released slots to the drafter trainer and takes them back; notes what its gate decides."""
+"""Leases released slots to the drafter trainer and takes them back; records its gate's
+decisions.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from paceline.services.coordinator.machine.slots import Cause, DrafterLease, Hol
 from paceline.services.coordinator.machine.state import OPTIONAL, Phase, Service, State
 
 FROZEN = "frozen"
-"""Reason of a Detached whose trainer gains nothing now."""
+"""Reason of a Detached by a trainer that gains nothing at present."""
 
 
 def lease_released(state: State) -> Decision | None:
@@ -52,11 +54,12 @@ def lease_released(state: State) -> Decision | None:
 def train_alone(state: State) -> Decision:
     """In the serial schedule, trains the drafter while the other services wait; the commit follows.
 
-    Once a step: after a failed commit its workers are COMPLETED, and the set is committed as it is.
+    It trains once per step. After a failed commit its workers are COMPLETED, and the set is
+    committed as it is.
     """
-    if not state.settings.serial_drafter:  # one that harvests may go on beside the commit
+    if not state.settings.serial_drafter:  # a harvesting drafter may continue beside the commit
         return Decision(state, enters=Phase.COMMIT)
-    if state.lease is not None:  # a former coordinator's, whose call is gone
+    if state.lease is not None:  # of a former coordinator, so its call is lost
         return preempt(state)
     if _due(state) and any(True for _ in leasable(state)):
         return _lease(state)
@@ -64,7 +67,7 @@ def train_alone(state: State) -> Decision:
 
 
 def preempt(state: State) -> Decision:
-    """Asks for the drafter's slots, once per lease; nothing to do without a lease."""
+    """Requests the drafter's slots, once per lease; no effect without a lease."""
     lease = state.lease
     if lease is None or lease.preempting:
         return Decision(state)
@@ -104,7 +107,7 @@ def reclaim(state: State, event: events.TrafficWaits) -> Decision:
 def promoted(state: State, event: events.GatePromoted) -> Decision:
     """Keeps the candidate for the next commit, and aborts an older waiting candidate.
 
-    A prepared candidate is no right to a slot: it counts even when Preempted overtook it.
+    A prepared candidate needs no slot: it counts even when Preempted arrived first.
     """
     older = state.promoted
     version = event.drafter_version
@@ -132,8 +135,8 @@ def detached(state: State, event: events.Detached) -> Decision:
 def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
     """Frees the drafter's slots.
 
-    `fence`: the drafter trainer has not confirmed that it left, and gets no others before the next
-    share is done: one that is done may have slots released meanwhile.
+    `fence`: the drafter trainer has not confirmed that it left, and gets no other slots before the
+    next finished share. A trainer that is done may get slots released meanwhile.
     """
     assert state.lease is not None
     slots = state.lease.slots
@@ -153,20 +156,20 @@ def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
 
 
 def captured(state: State, step: int) -> bool:
-    """Whether rollouts of a step give rows to the drafter: it is trained, and not frozen until
-    later.
+    """Whether a step's rollouts capture rows for the drafter: it is trained, and not frozen beyond
+    that step.
     """
     return state.settings.drafter_enabled and step >= state.drafter_rests_until
 
 
 def wanted(state: State) -> bool:
-    """Whether this is one of the drafter's steps."""
+    """Whether the drafter trains in this step."""
     due = state.step % state.settings.training_interval_steps == 0
     return captured(state, state.step) and due
 
 
 def _due(state: State) -> bool:
-    """Whether the drafter is to train now: its trainer is there and holds nothing."""
+    """Whether the drafter should train now: its trainer is present and has no lease."""
     return (
         wanted(state)
         and state.lease is None
@@ -204,7 +207,7 @@ def _lease(state: State) -> Decision:
 
 
 def _widen(state: State, lease: DrafterLease) -> Decision | None:
-    """More slots under the lease's own epoch, which ends for all of them at once."""
+    """Adds slots under the lease's epoch, which ends for all its slots at once."""
     if lease.preempting or lease.attached < len(lease.slots):
         return None
     state, joining = _lease_more(state, lease)
@@ -218,7 +221,7 @@ def _widen(state: State, lease: DrafterLease) -> Decision | None:
 
 
 def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[int, ...]]:
-    """As many released slots as the drafter may have beside those of its lease."""
+    """Leases as many released slots as the drafter may hold beside its lease."""
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
     workers = list(islice(leasable(state), count))

@@ -1,4 +1,4 @@
-"""Names what can happen to a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
+"""The events of a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
 
 `details` are figures for the step's record; the machine does not read them. The journal writes
 every field by its annotation.
@@ -17,21 +17,21 @@ from paceline.trajectory import VersionSet
 Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
 Details = Mapping[str, Figure]
 UNSCORED = "samples_unscored"
-"""Where the details of TasksFinished have the samples without a reward, by the way they ended."""
+"""Key in the details of TasksFinished for samples without a reward, by their end."""
 PASSED = "figures"
-"""Where the details of EvaluationDone have what an evaluation of several samples a task tells."""
+"""Key in the details of EvaluationDone for the statistics of several samples per task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened."""
+    """Base of all events."""
 
     at_s: float  # wall clock, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer(Event):
-    """News of a call or a lease, which it names by its command's epoch."""
+    """An event about a call or a lease, identified by its command's epoch."""
 
     epoch: int
 
@@ -74,8 +74,8 @@ class GroupClosed(CallAnswer):
 
     index: int  # of its task in the step
     group_id: str
-    sessions: int  # that ended scored
-    equal_rewards: bool = False  # of all of them: they teach nothing
+    sessions: int  # with a reward
+    equal_rewards: bool = False  # all rewards are equal, so the group teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class TasksFinished(CallAnswer):
     """All samples of a call ended: those of the step, or of a round of replacement groups."""
 
     details: Details = field(default_factory=dict)
-    equal_rewards: int = 0  # places of groups whose rewards are all equal, a bit each
+    equal_rewards: int = 0  # places of groups with equal rewards, a bit each
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class DrafterActivated(CallAnswer):
 class DrafterJoined(CallAnswer):
     """The drafter also trains on the slots added to its lease."""
 
-    slots: int  # of the lease, from its first on
+    slots: int  # all slots of the lease, in order
     details: Details = field(default_factory=dict)
 
 
@@ -158,7 +158,7 @@ class GateDecided(CallAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(CallAnswer):
-    """The drafter trainer confirmed a preemption: the slots are free."""
+    """The drafter trainer has confirmed a preemption: the slots are free."""
 
     details: Details = field(default_factory=dict)
 
@@ -202,7 +202,7 @@ class PathsBeyondBound(CallAnswer):
     """The audit found log-probs beyond rounding; paths have the names of PolicyStepped."""
 
     paths: tuple[str, ...]
-    details: Details = field(default_factory=dict)  # figures of each
+    details: Details = field(default_factory=dict)  # figures of each path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Goes on after what was lost: services, ranks, calls that failed or took too long."""
+"""Continues after a loss: of a service, a rank, or a call that failed or took too long."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from paceline.services.coordinator.machine.state import (
 )
 
 CALL_ATTEMPTS = 3
-"""Times that a track's call may begin because of its service: a fault that comes back twice is no
-accident.
+"""Number of times that a track's call may begin because of its service: a fault that returns twice
+is no accident.
 """
 
 CALLED_IN: dict[Phase, tuple[Service, ...]] = {
-    Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # which mends what is to serve
+    Phase.EVALUATE: (Service.GATEWAY, Service.POLICY_TRAINER),  # it repairs the set to serve
     Phase.ROLLOUT: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.POLICY: (Service.GATEWAY, Service.POLICY_TRAINER),
     Phase.COMMIT: (Service.GATEWAY,),
     Phase.PAUSED: (Service.GATEWAY,),
     Phase.CLOSING: (Service.POLICY_TRAINER,),
 }
-"""Services whose answer a phase waits for: when one comes back the phase's calls are made again."""
+"""Services with a pending answer for a phase; when one is back, the phase's calls are
+issued again.
+"""
 
 
 def service_lost(state: State, event: events.ServiceLost) -> Decision:
@@ -93,7 +95,7 @@ def call_failed(state: State, event: events.CallFailed) -> Decision:
 
 
 def train_again(state: State, message: str) -> Decision:
-    """Trains the batch again because of a call's failure, or fails the run after CALL_ATTEMPTS."""
+    """Trains the batch again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.learner.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
@@ -101,7 +103,7 @@ def train_again(state: State, message: str) -> Decision:
 
 
 def roll_out_again(state: State, message: str) -> Decision:
-    """Runs the tasks again because of a call's failure, or fails the run after CALL_ATTEMPTS."""
+    """Runs the tasks again after a failed call, or fails the run after CALL_ATTEMPTS."""
     attempts = state.rollouts.attempts + 1
     if attempts >= CALL_ATTEMPTS:
         return fail(state, f"{message} (attempt {attempts} of {CALL_ATTEMPTS})")
@@ -109,7 +111,7 @@ def roll_out_again(state: State, message: str) -> Decision:
 
 
 def interrupted(state: State) -> State:
-    """Every call of the rollout track is to be made again; what it still answers is late."""
+    """Marks every call of the rollout track as to be issued again; late answers are refused."""
     if not any(draw.called for draw in state.rollouts.draws):
         return state
     draws = tuple(replace(draw, called=False) for draw in state.rollouts.draws)
@@ -123,7 +125,7 @@ def staff_uncalled(state: State) -> State:
 
 
 def again_from(phase: Phase) -> Phase:
-    """The phase to enter for a phase's call to be made again: the policy needs its slots first."""
+    """The phase to enter to issue a phase's call again: the policy needs its slots first."""
     return Phase.PREEMPT if phase is Phase.POLICY else phase
 
 

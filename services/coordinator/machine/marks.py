@@ -14,7 +14,9 @@ from paceline.services.coordinator.machine.state import Phase, Service, State
 
 
 class Mark(NamedTuple):
-    """What an event carries of `name` beside the current value: late when smaller or over."""
+    """The event's value of `name` beside the current value; late if it is smaller, or if the call
+    is over.
+    """
 
     name: str
     seen: int
@@ -40,7 +42,7 @@ def step_number(state: State, event: events.StepBegan) -> Mark:
 
 
 def call(state: State, event: events.CallAnswer) -> Mark:
-    """Late when the call has been answered or made again."""
+    """Late when the call has been answered or issued again."""
     over = state.phase not in (Phase.EVALUATE, Phase.CLOSING)
     return Mark("epoch", event.epoch, state.phase_epoch, over)
 
@@ -124,7 +126,7 @@ DEADLINES: dict[str, Callable[[State, events.CallAnswer], Mark]] = {
     "commit": learner_call,
     "drain": leaving,
 }
-"""What makes a Deadline late, by what took too long; else `call` does."""
+"""Mark of a Deadline by the kind of its wait; `call` for all other kinds."""
 
 
 def set_number(state: State, event: events.Committed | events.CommitFailed) -> Mark:

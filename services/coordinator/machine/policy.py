@@ -1,4 +1,4 @@
-"""Trains the policy: on all slots where rollouts and policy are colocated, else on its own."""
+"""Trains the policy: on all slots if rollouts and policy are colocated, else on its own slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rolls steps out: every worker gets its share, and releases its slots when that is done."""
+"""Rolls steps out: every worker gets its share and releases its slots after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from paceline.services.coordinator.machine.state import (
 _GET_NONE = (WorkerState.GENERATING, WorkerState.LEAVING, WorkerState.ABSENT)
 """Workers that a call does not begin anew with."""
 FEW = 64
-"""Bits that are found sooner one by one than by a look at every place."""
+"""Up to this many bits, a loop over set bits is faster than one over all places."""
 
 
 def step_began(state: State, event: StepBegan) -> Decision:
@@ -51,7 +51,7 @@ def generate(state: State) -> Decision:
     """Leases the workers' free slots to the engine under a new epoch, continues suspended workers,
     and calls the waiting tasks, each step under its own epoch.
 
-    Where no call goes on, what is left of former ones is fenced.
+    Without a running call, earlier calls are fenced.
     """
     rollouts = state.rollouts
     goes_on = any(draw.called for draw in rollouts.running)
@@ -116,7 +116,7 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
     without variance.
     """
     draw = draw_of(state, event.epoch)
-    assert draw is not None  # else it were late
+    assert draw is not None  # otherwise the event would be late
     everything = every_group(state)
     again = event.equal_rewards & draw.places if draws_again(state, draw) else 0
     ended = replace(
@@ -131,7 +131,7 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
     state = with_rollouts(_release(_with(state, ended), draw.owed), attempts=0)
     if ended.taken == everything and all(one.step != draw.step for one in state.learner.batch):
         left = tuple(one for one in state.rollouts.draws if one.step != draw.step)
-        state = with_rollouts(state, draws=left)  # trained before its last sample was told of
+        state = with_rollouts(state, draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
         return Decision(state)
     # a worker that leaves may still answer callers there
@@ -151,7 +151,7 @@ def set_damaged(state: State, event: SetDamaged) -> Decision:
 
 
 def draw_of(state: State, epoch: int) -> DrawnStep | None:
-    """The draw whose call has this epoch and goes on; None in a run that does not."""
+    """The draw with a running call of this epoch; None if the run has none."""
     draws = state.rollouts.running if state.phase is Phase.RUNNING else ()
     return next((draw for draw in draws if draw.called and draw.epoch == epoch), None)
 
@@ -162,7 +162,7 @@ def every_group(state: State) -> int:
 
 
 def draws_again(state: State, draw: DrawnStep) -> bool:
-    """Whether groups of equal rewards of the draw's round are drawn again."""
+    """Whether groups of equal rewards in the draw's round are drawn again."""
     return draw.round < state.settings.dynamic_sampling_rounds
 
 
@@ -196,7 +196,7 @@ def _with(state: State, changed: DrawnStep) -> State:
 
 
 def _release(state: State, workers: int) -> State:
-    """Of these workers, a bit each, those that owe nothing any more leave their slots."""
+    """Releases the slots of these workers, a bit each, if they owe no share."""
     for draw in state.rollouts.running:
         workers &= ~draw.owed
     leaving = list(bits(workers))
@@ -212,7 +212,7 @@ def _release(state: State, workers: int) -> State:
 
 def bits(number: int) -> Iterator[int]:
     """Places of the bits that are set, in order."""
-    if number.bit_count() > FEW:  # each of them below copies the whole number
+    if number.bit_count() > FEW:  # each loop below copies the whole number
         digits = enumerate(reversed(bin(number)))
         yield from (place for place, digit in digits if digit == "1")
         return

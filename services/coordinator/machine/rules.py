@@ -1,5 +1,5 @@
-"""Begins what a track may begin by itself: RULES, in their order, of which the first that changes
-something is followed.
+"""The rules that start a track's next work: RULES, in order. The first rule that changes the state
+is followed.
 """
 
 from __future__ import annotations

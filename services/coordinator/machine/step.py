@@ -78,8 +78,8 @@ from paceline.services.coordinator.machine.state import (
 
 
 class PhaseRow(NamedTuple):
-    """What entering a phase asks for, and the phases that may follow; FAILED may follow all of the
-    run's.
+    """The calls on entering a phase, and the phases that may follow; FAILED may follow each phase
+    of the run.
     """
 
     enter: Callable[[State], Decision]
@@ -111,7 +111,9 @@ PHASES = {**RUN, **ROLLOUTS, **LEARNER}
 
 
 class EventRow(NamedTuple):
-    """In which phases an event may come, what makes it late, and who handles it."""
+    """The phases in which an event may arrive, the condition under which it is late, and its
+    handler.
+    """
 
     phases: Set[Phase]
     late: Callable[[State, Any], Mark]
@@ -172,11 +174,11 @@ EVENTS: dict[type[events.Event], EventRow] = {
 
 
 def step(state: State, event: events.Event) -> tuple[State, tuple[Command, ...]]:
-    """The state after `event` and what is to be done. Raises MachineError for an illegal event."""
+    """The state after `event`, and the commands. Raises MachineError for an illegal event."""
     before = state
     state, commands, entered = _handle(state, event)
     if state is before and entered is None:
-        return state, commands  # nothing has changed, so nothing begins
+        return state, commands  # nothing has changed, so no rule applies
     while True:
         if entered is not None:
             state, more, entered = _enter(state, entered)
