@@ -30,7 +30,7 @@ from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.products import spare_rows
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
-from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
 from paceline.services.drafter_trainer.learn.heads import PolicyHead
 from paceline.services.drafter_trainer.learn.learner import DrafterLearner
 from paceline.services.drafter_trainer.learn.membership import on_cpu
@@ -221,7 +221,7 @@ def _gate_round(
     """
     nets = [learner.snapshot(), learner.snapshot()]
     samples = draw_samples(config.gate.samples, 1, shape.hidden_size)
-    job = GateJob(nets, samples, {HASH: head}, config.gate, config.buffer.window)
+    job = GateJob(nets, samples, {HASH: head}, config.gate, config.buffer.window, Pace())
     began = time.perf_counter()
     while not job.done:
         job.advance()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from paceline.errors import ResourceExhausted
@@ -17,6 +18,8 @@ DISK_FULL = "DISK_FULL"
 """Reason of the error of a file that finds no room."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Of a disk, of a user's quota, below a limit on files."""
+PART_BYTES = 64 << 20
+"""Of a large file that are brought to the disk at a time."""
 
 
 @contextmanager
@@ -45,16 +48,33 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
 
 
-def write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
+def write_synced(
+    path: Path,
+    *parts: memoryview | bytes | bytearray,
+    wrote: Callable[[], None] = lambda: None,
+) -> None:
     """Write a file whose bytes are on the disk when this returns; its name is when `sync_path` of
-    the directory returns.
+    the directory returns. Calls `wrote` as `write_parts` does.
     """
     with path.open("wb", buffering=0) as file:
         for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[file.write(view) :]
+            write_parts(file, memoryview(part), wrote)
         os.fsync(file.fileno())
+
+
+def write_parts(file: FileIO, view: memoryview, wrote: Callable[[], None]) -> None:
+    """Writes bytes to an unbuffered file; calls `wrote` whenever PART_BYTES more are on the disk.
+
+    So the time between two calls depends on the speed of the disk, and not on the size of the file.
+    """
+    while len(view) > PART_BYTES:
+        part, view = view[:PART_BYTES], view[PART_BYTES:]
+        while part:
+            part = part[file.write(part) :]
+        os.fdatasync(file.fileno())
+        wrote()
+    while view:
+        view = view[file.write(view) :]
 
 
 def replace_synced(path: Path, content: bytes) -> None:

@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
-from paceline.ranks.messages import Impaired, Save, Saved
+from paceline.ranks.messages import Doing, Impaired, Save, Saved
 from paceline.services.drafter_trainer import messages as m
 from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
@@ -43,13 +43,12 @@ from paceline.training.checkpoints import (
     read_checkpoint,
     read_whole,
 )
-from paceline.training.process import join_ranks
+from paceline.training.process import COLLECTIVE_S, join_ranks
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
 HEAD_DEADLINE_S = 20.0
 JOIN_DEADLINE_S = 20.0
-COLLECTIVE_S = 120.0
 
 log = telemetry.get_logger("paceline.services.drafter_trainer.rank")
 
@@ -123,7 +122,7 @@ class Rank:
                         self._leave()
                 case Save(command_id):
                     number = self.save(always=True)
-                    self._writer.wait()
+                    self._writer.wait(lambda: self.link.send(Doing("writes a checkpoint")))
                     if self.rank == 0:
                         path = self._writer.path(number) / SPECULATOR
                         self.link.send(Saved(command_id, str(path), self.learner.total_steps))
@@ -196,6 +195,8 @@ class Rank:
             match told:
                 case "stop":
                     return
+                case "wait":
+                    continue
                 case "snapshot":
                     learner.snapshot()
                 case "again":
@@ -293,8 +294,7 @@ def main() -> None:
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)
-    collective_s = patient(COLLECTIVE_S)
-    join_ranks(config.device, collective_s, threads=config.threads_per_rank, seed=config.run.seed)
+    join_ranks(config.device, COLLECTIVE_S, threads=config.threads_per_rank, seed=config.run.seed)
     rank = Rank(config, link)
     signal.signal(signal.SIGTERM, lambda *_: setattr(rank.link, "stopping", True))
     link.ready()

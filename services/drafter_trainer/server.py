@@ -65,7 +65,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
-        self._promoter = Promoter(self._gateway, config.push_deadline_s)
+        self._promoter = Promoter(self._gateway)
         self._preempted_epoch = 0
 
     async def Activate(

@@ -28,10 +28,11 @@ from paceline.services.drafter_trainer.rows.store import PackedBatch, RowStore
 from paceline.speculators.packed import PackedRow
 from paceline.telemetry import link_current
 
-FIRST_MICRO_BATCH_TOKENS, MIN_MICRO_BATCH_TOKENS = 128, 32
+MIN_MICRO_BATCH_TOKENS = 32
 DATA_WAIT_S = 0.05
 """Seconds that rows are waited for between two looks at the commands."""
 TOLD_EVERY_S = 0.25
+"""Seconds between two reports that an activation goes on."""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class Activation:
     slots: Sequence[int]  # that it trains on
     began: float  # time.monotonic()
     data_until: float  # until which an activation without rows waits
-    tell_at: float  # when the parent is told of its progress next
+    tell_at: float  # when its progress is reported next
     first_step_s: float = 0.0  # until the first micro-batch began
     steps: int = 0
     micro_batches: int = 0
@@ -109,6 +110,7 @@ class DrafterTrainer:
         self._tell(untold)
         while (reason := self._stop_reason(activation)) is None:
             activation.slots = self.take_in(activation.epoch) or activation.slots
+            self._report(activation)
             # What is ready is learned at once: a round of the gate may take longer than the lease.
             begins = not activation.first_step_s and not self.gate.frozen
             if begins and (batch := self.rows.next()):
@@ -161,9 +163,17 @@ class DrafterTrainer:
             activation.learned(rows, result)
         if result.stepped:
             self.after_step()
-        if time.monotonic() >= activation.tell_at:
-            self._link.send(Doing(f"trains micro-batch {activation.micro_batches}"))
-            activation.tell_at = time.monotonic() + TOLD_EVERY_S
+
+    def _report(self, activation: Activation) -> None:
+        """Reports to the parent that the activation goes on, and keeps the other members waiting:
+        no deadline of theirs limits a round of the gate.
+        """
+        if time.monotonic() < activation.tell_at:
+            return
+        doing = "judges" if self.gate.judging else f"trains micro-batch {activation.micro_batches}"
+        self._link.send(Doing(doing))
+        sharing.announce("wait", self._learner.members)
+        activation.tell_at = time.monotonic() + TOLD_EVERY_S
 
     def _micro_batch_tokens(self) -> int:
         """As many as the slowest drafter learns from in the time of a micro-batch, in time of its
@@ -172,7 +182,7 @@ class DrafterTrainer:
         most = self._config.max_micro_batch_tokens
         slowest = max(student.seconds_per_token for student in self.students)
         if not slowest:
-            return min(FIRST_MICRO_BATCH_TOKENS, most)
+            return min(MIN_MICRO_BATCH_TOKENS, most)
         fitting = int(self._config.micro_batch_ms / 1_000 / slowest)
         return max(MIN_MICRO_BATCH_TOKENS, min(fitting, most))
 

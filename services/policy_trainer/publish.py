@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import DataLoss, ResourceExhausted
+from paceline.local.patience import patient
 from paceline.models.adapters import AddedAdapters
 from paceline.rpc import channel, wait_ready
 from paceline.services.policy_trainer.config import PolicyTrainerConfig
@@ -188,12 +189,12 @@ async def pull_served(own: Manifest, config: PolicyTrainerConfig) -> list[NamedT
         )
 
     async with channel(config.addresses.gateway, config.security) as peer:
-        await wait_ready(peer, CONNECT_S)
+        await wait_ready(peer, patient(CONNECT_S))
         return await pull_weights(
             peer,
             WEIGHT_TARGET_POLICY,
             differs,
-            deadline_s=push_deadline_s(own.total_bytes),
+            deadline_s=patient(push_deadline_s(own.total_bytes)),
             directory=config.checkpoints_dir,
         )
 

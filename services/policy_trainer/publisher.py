@@ -105,7 +105,7 @@ class Publisher:
     ) -> Delivery:
         if parcel is None:
             return Delivery(PushReport(0, 0.0))
-        deadline_s = push_deadline_s(parcel.whole.manifest.total_bytes)
+        deadline_s = patient(push_deadline_s(parcel.whole.manifest.total_bytes))
         try:
             async with channel(address, self._config.security) as peer:
                 if parcel.manifest.target == WEIGHT_TARGET_POLICY_HEAD:
@@ -113,7 +113,7 @@ class Publisher:
                     with rpc_errors():  # one that hangs costs this deadline, not a push's
                         await stub.GetVersions(GetVersionsRequest(), timeout=patient(CONNECT_S))
                 else:
-                    await wait_ready(peer, CONNECT_S)
+                    await wait_ready(peer, patient(CONNECT_S))
                 return await self._sender.deliver(peer, parcel, context, deadline_s)
         except PacelineError as error:
             return Delivery(PushReport(0, 0.0), error)

@@ -339,7 +339,7 @@ class PolicyTrainer:
         command_id, saved = self._unreported
         self._unreported = None
         try:
-            self._writer.wait()
+            self._writer.wait(self._report.goes_on)
         except Unavailable as error:
             if self.zero:
                 self.zero.failed(command_id, error)

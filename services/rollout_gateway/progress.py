@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from paceline.local.processes import stopped
-from paceline.rpc.progress import AGENTS, REDIS
+from paceline.rpc.progress import AGENTS, REDIS, Activity
 from paceline.services.rollout_gateway.gateway import Gateway
 from paceline.services.rollout_gateway.workers.placement import Seat
 from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 
-async def progress(gateway: Gateway) -> GetProgressResponse:
-    """The gateway, then its workers. Asks no worker: one may not answer."""
+async def progress(gateway: Gateway, weights: Activity | None = None) -> GetProgressResponse:
+    """The gateway, then its workers. Asks no worker: one may not answer. `weights`: their
+    reception, where this process has one.
+    """
     seats = gateway.router.seats
     workers = [_worker(seat) for seat in seats if seat.process is not None or not seat.vacant]
     agents, queue = gateway.agents, gateway.queue
@@ -26,6 +28,8 @@ async def progress(gateway: Gateway) -> GetProgressResponse:
     }
     busy = [worker for worker in workers if worker.doing]
     part = gateway.activity.part(counts)
+    if weights is not None:
+        weights.show_on(part)
     part.still_s = min([part.still_s, *(one.still_s for one in workers)])
     if busy:
         part.waits_for = max(busy, key=lambda one: one.still_s).name

@@ -84,17 +84,18 @@ async def running(
     """A gateway inside the block, or a replica of one; gives its gRPC and HTTP ports."""
     gateway = Gateway(config, place, forker)
     guard = EpochGuard(config.security, gateway.state and gateway.state / EPOCHS)
-    rollouts = RolloutServicer(gateway, guard)
+    rollouts, receives = RolloutServicer(gateway, guard), None
     if place is None:
         server = Server(config.addresses.gateway, config.security)
         weights = receiver(gateway.spool, guard, gateway.weights, config)
         server.add(add_weight_service, weights, SERVICE_NAME)
+        receives = weights.reception.activity
     else:
         server = Server(place.address, inside(config.security))
         inner = ReplicaServicer(gateway, rollouts.runs.open)
         server.add(add_ReplicaServiceServicer_to_server, inner, REPLICA_SERVICE)
     server.add(add_RolloutServiceServicer_to_server, rollouts, ROLLOUT_SERVICE)
-    add_progress(server, lambda: progress(gateway))
+    add_progress(server, lambda: progress(gateway, receives))
     joins = None
     if place is not None and gateway.worker_hosts is not None:
         joins = Server(place.hosts_address, config.security)

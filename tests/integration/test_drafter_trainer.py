@@ -54,10 +54,6 @@ from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
 from paceline.weights import Spool, build_manifest, commit_versions, push_weights
 
 ENDLESS = {"max_epochs": 1e6}
-KILLED_S = 20.0
-"""What stops by itself takes less, on a machine that stands still for seconds too; preemptions here
-give ranks more before they are killed.
-"""
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +131,13 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
         assert not (await world.preempt(2)).was_active, (
             "a preemption of an older lease stopped a newer one"
         )
-        stopped = await world.preempt(3)
-        assert stopped.was_active
-        assert stopped.stopped_after_s < KILLED_S, "a rank had to be killed"
+        ranks = (await world.status()).rank_pids
+        assert (await world.preempt(3)).was_active
         detached = await until(running, "detached")
         assert detached.reason == "preempted"
     assert not (await world.preempt(3)).was_active
     status = await world.status()
+    assert status.rank_pids == ranks, "a rank had to be killed"
     assert status.active_epoch == 0
     assert status.total_steps == detached.total_steps == 6 + detached.steps
     assert status.buffer_samples > 0
@@ -183,7 +179,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
         await asyncio.wait_for(
             world.receiver.entered.wait(), patient(60)
         )  # the gateway loads the drafter, and takes its time
-        assert (await world.preempt(1)).stopped_after_s < KILLED_S, "a preemption waited for a push"
+        assert (await world.preempt(1)).was_active, "a preemption waited for a push"
         detached = await until(running, "detached")
         assert detached.reason == "preempted"
     world.receiver.open.set()
@@ -362,6 +358,7 @@ async def test_slots_join_a_running_activation_once_and_not_one_that_ends(
 
 async def joins_beside_preemptions(world: World, epochs: range) -> None:
     """Whichever comes first, the activation ends and all ranks take the next one."""
+    ranks = (await world.status()).rank_pids
     for epoch in epochs:
         async with aclosing(world.activate(epoch, slots=[0])) as running:
             assert (await until(running, "activated")).world_size == 1
@@ -372,7 +369,7 @@ async def joins_beside_preemptions(world: World, epochs: range) -> None:
             assert isinstance(preempted, pb.PreemptResponse)
             assert preempted.was_active
             assert (await until(running, "detached")).reason == "preempted"
-    assert (await world.status()).preempt_p99_s < KILLED_S, "a rank had to be killed"
+    assert (await world.status()).rank_pids == ranks, "a rank had to be killed"
 
 
 async def a_dead_rank_cannot_join(world: World, epoch: int) -> None:
@@ -407,7 +404,7 @@ async def preempt_often(world: World, epochs: range) -> None:
     """Preempts activations that train and write a checkpoint; the trainer's own figures say how
     long it took.
     """
-    before = (await world.status()).preemptions
+    before = await world.status()
     for epoch in epochs:
         async with aclosing(world.activate(epoch)) as running:
             await until(running, "activated")
@@ -415,8 +412,9 @@ async def preempt_often(world: World, epochs: range) -> None:
             assert (await world.preempt(epoch)).was_active
             assert (await until(running, "detached")).reason == "preempted"
     status = await world.status()
-    assert status.preemptions == before + len(epochs)
-    assert 0 < status.preempt_p50_s <= status.preempt_p99_s < KILLED_S, "a rank had to be killed"
+    assert status.preemptions == before.preemptions + len(epochs)
+    assert status.rank_pids == before.rank_pids, "a rank had to be killed"
+    assert 0 < status.preempt_p50_s <= status.preempt_p99_s
     sys.stdout.write(
         f"{status.preemptions} preemptions: median {1e3 * status.preempt_p50_s:.0f} ms, "
         f"99th percentile {1e3 * status.preempt_p99_s:.0f} ms\n"

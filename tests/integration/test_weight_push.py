@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 import zlib
 from collections.abc import AsyncIterator
 from functools import partial
@@ -645,3 +646,20 @@ async def test_versions_file_names_the_committed_set(start: Start, tmp_path: Pat
     await receiver.commit(1, 1, 0)
     sets = json.loads((tmp_path / "spool" / "versions.json").read_text())["sets"]
     assert sets == [{"seq": 1, "policy": 1, "drafter": 0, "profile": ""}]
+
+
+async def test_a_version_that_arrives_is_progress_of_its_receiver_until_it_is_loaded(
+    start: Start,
+) -> None:
+    receiver = await start()
+    activity, began_s = receiver.servicer.reception.activity, time.monotonic()
+    assert activity.doing == ""
+    receiver.hooks.may_load.clear()
+    pushing = asyncio.create_task(receiver.push(P, 1))
+    await asyncio.wait_for(receiver.hooks.loading.wait(), patient(10))
+    assert activity.doing == "receives weights"
+    assert activity.began_s > began_s
+    assert activity.moved_s > activity.began_s, "its chunks and the spool"
+    receiver.hooks.may_load.set()
+    await pushing
+    assert activity.doing == "", "nothing arrives any more"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.rpc.server import Server
 from paceline.rpc.status import rpc_errors
 from paceline.telemetry import last_span
@@ -22,6 +24,7 @@ AGENTS, REDIS = "agents", "redis"
 """Causes of a wait that are not parts of a service."""
 ASK_S = 2.0
 """Who has not answered by then is in trouble."""
+T = TypeVar("T")
 _NOTHING: Mapping[str, int] = {}
 
 
@@ -59,6 +62,12 @@ class Activity:
             trouble=trouble,
         )
 
+    def show_on(self, part: pb.Part) -> None:
+        """Adds this work to the part of its service: the service gets on while this work does."""
+        if self.doing:
+            part.doing = part.doing or self.doing
+            part.still_s = min(part.still_s, time.monotonic() - self.moved_s)
+
 
 Answer = Callable[[], Awaitable[pb.GetProgressResponse]]
 
@@ -87,6 +96,37 @@ async def ask_progress(connection: Any, deadline_s: float = ASK_S) -> pb.GetProg
             pb.GetProgressRequest(), timeout=deadline_s
         )
     return answer
+
+
+async def while_moving(call: Awaitable[T], connection: Any, deadline_s: float) -> T:
+    """The answer of a call to the service at the other end of a connection, which may take as long
+    as the service reports progress.
+
+    Raises what the call raises, and DeadlineExceeded where the service has reported no progress
+    for `deadline_s` seconds; the call is cancelled then.
+    """
+    answering, moved_s = asyncio.ensure_future(call), time.monotonic()
+    try:
+        while True:
+            left_s = moved_s + deadline_s - time.monotonic()
+            await asyncio.wait({answering}, timeout=max(left_s, 0.0))
+            if answering.done():
+                return answering.result()
+            still_s = await _still_s(connection)
+            moved_s = max(moved_s, time.monotonic() - still_s)
+            if time.monotonic() - moved_s >= deadline_s:
+                raise DeadlineExceeded("the service makes no progress", seen=f"{deadline_s:.0f} s")
+    finally:
+        answering.cancel()
+
+
+async def _still_s(connection: Any) -> float:
+    """Seconds since the last progress of a service; infinite where it does not answer."""
+    try:
+        parts = (await ask_progress(connection)).parts
+    except PacelineError:
+        return float("inf")
+    return parts[0].still_s
 
 
 def wait_chain(parts: Sequence[pb.Part], first: str) -> list[pb.Part]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -122,12 +122,24 @@ class DraftNet(nn.Module, ABC):
         """Loss over the valid positions of a row. The one way in while the network is sharded."""
 
     @abstractmethod
-    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
-        """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens it cannot draft.
+    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yields (step, N positions, states [N, S] that `draft_logits` reads), computed on demand.
 
+        Steps count from 0 and ascend at every position; a network may end before `steps`.
         Teacher-forced on the row's own tokens: what the engine's greedy chain computes as long as
         every draft before was right. Positions whose step leaves their document mean nothing.
         """
+
+    @abstractmethod
+    def draft_logits(self, step: int, states: Tensor) -> Tensor:
+        """Logits [N, V] of draft step + 1, -inf for tokens that it cannot draft."""
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """Logits [T, V] of drafts 1 .. steps from every position; see chain_states."""
+        chain: dict[int, list[Tensor]] = {}
+        for step, _, states in self.chain_states(row, steps):
+            chain.setdefault(step, []).append(self.draft_logits(step, states))
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in chain.values()]
 
     def bind(self, embed: Tensor, head: Tensor) -> None:
         """Use the target's embed_tokens [V, H] and lm_head [V, H] by reference."""

@@ -37,6 +37,8 @@ PREFIX = "checkpoint-"
 SHARDS, STATE = "shards", "state.json"
 DAMAGED = ".damaged"
 """Behind the name of a checkpoint that was found damaged, which nothing reads any more."""
+REPORT_S = 1.0
+"""Seconds between two looks at whether a write gets on."""
 _MALFORMED = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -64,6 +66,7 @@ class CheckpointWriter:
         self.written_s = 0.0
         """Seconds that this rank took to write the newest checkpoint."""
         self._thread: threading.Thread | None = None
+        self._moved = 0  # parts that this rank has written
         self._failure: str | None = None
         if dist.get_rank() == 0:
             for left_behind in directory.glob(".*.tmp"):
@@ -95,11 +98,17 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def wait(self) -> None:
-        """Returns when nothing is being written. Raises Unavailable when it could not be."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def wait(self, report: Callable[[], None] = lambda: None) -> None:
+        """Returns when nothing is being written; calls `report` now and then while the write gets
+        on. Raises Unavailable when it could not be written.
+        """
+        while self._thread is not None:
+            before = self._moved
+            self._thread.join(REPORT_S)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif self._moved != before:
+                report()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise Unavailable(f"no checkpoint in {self._directory}", seen=failure)
@@ -110,7 +119,8 @@ class CheckpointWriter:
         told = {"file": f"{SHARDS}/rank-{rank}.safetensors", "hash": "", "failure": ""}
         try:
             (fresh / SHARDS).mkdir(parents=True, exist_ok=True)
-            told["hash"] = write_shard(fresh / told["file"], dict(tensors_of(state)), rank=rank)
+            tensors = dict(tensors_of(state))
+            told["hash"] = write_shard(fresh / told["file"], tensors, rank=rank, wrote=self._moves)
         except OSError as error:
             told["failure"] = _cause(error)
         try:
@@ -126,6 +136,9 @@ class CheckpointWriter:
         if rank == 0 and self._failure is not None:
             shutil.rmtree(fresh, ignore_errors=True)
         self.written_s = time.perf_counter() - began
+
+    def _moves(self) -> None:
+        self._moved += 1
 
     def _failing(
         self, state: dict[str, Any], hashes: dict[str, str], fresh: Path, final: Path
@@ -147,6 +160,7 @@ class CheckpointWriter:
         write_hashes(fresh, hashes)
         for path in [*fresh.rglob("*"), fresh]:
             sync_path(path)
+            self._moves()
         if final.exists():
             shutil.rmtree(final)
         fresh.rename(final)

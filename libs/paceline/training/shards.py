@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import DataLoss
 from paceline.tensors import NamedTensor, from_numpy, safetensors_header
+from paceline.whole_files import write_parts
 
 ROWS = "rows"
 Piece = tuple[int, int | None, Any]
@@ -48,8 +49,16 @@ def local_rows(whole: Tensor, like: Tensor) -> Tensor:
     return whole if here is None else whole[here]
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor], *, rank: int) -> str:
-    """Writes what this rank holds of the tensors; returns the file's sha256, hex."""
+def write_shard(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    wrote: Callable[[], None] = lambda: None,
+) -> str:
+    """Writes what this rank holds of the tensors; returns the file's sha256, hex. Calls `wrote`
+    after each part that is on the disk.
+    """
     held, rows = [], {}
     for name, tensor in tensors.items():
         here = _sharded_rows(tensor)
@@ -63,8 +72,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], *, rank: int) -> str:
     with path.open("wb", buffering=0) as file:
         for view in (memoryview(header), *(one.view for one in held)):
             digest.update(view)
-            while view:
-                view = view[file.write(view) :]
+            write_parts(file, view, wrote)
     return digest.hexdigest()
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
+from paceline.rpc.progress import Activity
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
@@ -77,6 +79,23 @@ class Reception:
         self._receiving: dict[Part, Assembly] = {}
         self._loaded: set[Part] = set()  # passed to on_prepared, not yet committed or aborted
         self._writer = asyncio.Lock()
+        self._at_work = 0
+        self.activity = Activity("weights")
+        """What is done with versions now; each part of one that arrives or is written is
+        progress.
+        """
+
+    @contextmanager
+    def working(self, doing: str) -> Iterator[None]:
+        """The block works on a version."""
+        self._at_work += 1
+        self.activity.begins(doing)
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+            if not self._at_work:
+                self.activity.begins("")
 
     @property
     def serving(self) -> VersionSet:
@@ -119,6 +138,7 @@ class Reception:
         assembly = self._receiving.get(part)
         if assembly is None or (known is not None and assembly is not known):
             raise self._not_announced(part)
+        self.activity.moves()
         return assembly
 
     async def take(self, request: pb.TakeRequest) -> int:
@@ -153,9 +173,12 @@ class Reception:
             apply_started_s = time.monotonic()
             content = await self._content(part, assembly)
             spool_started_s = time.monotonic()
-            await asyncio.to_thread(self._spool.write, whole_of(assembly.manifest), content)
+            self.activity.moves()
+            whole = whole_of(assembly.manifest)
+            await asyncio.to_thread(self._spool.write, whole, content, self.activity.moves)
             del self._receiving[part]
             load_started_s = time.monotonic()
+            self.activity.moves()
             await self._load(part, written=True)
             return pb.PushResponse(
                 bytes_received=received,

@@ -79,7 +79,8 @@ class WeightServicer(WeightServiceServicer):
                 seen=target_name(manifest.target),
                 allowed=allowed,
             )
-        return await self._whole(self.reception.prepare(manifest))
+        with self.reception.working("prepares for weights"):
+            return await self._whole(self.reception.prepare(manifest))
 
     async def Push(
         self, request_iterator: AsyncIterator[PushChunk], context: Any
@@ -87,6 +88,10 @@ class WeightServicer(WeightServiceServicer):
         """Receives the chunks of one version; returns when it is spooled and loaded beside the
         serving one.
         """
+        with self.reception.working("receives weights"):
+            return await self._push(request_iterator)
+
+    async def _push(self, request_iterator: AsyncIterator[PushChunk]) -> pb.PushResponse:
         part: Part | None = None
         assembly: Assembly | None = None
         received = 0
@@ -115,9 +120,10 @@ class WeightServicer(WeightServiceServicer):
         self._guard.check(request.context, _track_of(request.target))
         part: Part = (request.target, request.version)
         assembly = self.reception.receiving(part)
-        received = await self.reception.take(request)
-        _count(received, assembly, "file")
-        return pb.TakeResponse(taken=await self._whole(self.reception.finish(part, received)))
+        with self.reception.working("receives weights"):
+            received = await self.reception.take(request)
+            _count(received, assembly, "file")
+            return pb.TakeResponse(taken=await self._whole(self.reception.finish(part, received)))
 
     def _check_first(self, chunk: PushChunk) -> None:
         if chunk.context is None:
@@ -137,7 +143,8 @@ class WeightServicer(WeightServiceServicer):
             raise InvalidInput(
                 "there is no such pause mode", seen=int(mode), allowed=PauseMode.keys()[1:]
             )
-        await self._whole(self.reception.commit(versions, mode, request.leased_workers))
+        with self.reception.working("commits weights"):
+            await self._whole(self.reception.commit(versions, mode, request.leased_workers))
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:

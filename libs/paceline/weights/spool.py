@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -202,11 +202,17 @@ class Spool:
         if read != len(content):
             raise DataLoss(f"{path} ends before its content", seen=read, allowed=len(content))
 
-    def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
+    def write(
+        self,
+        manifest: Manifest,
+        buffer: memoryview | bytes | bytearray,
+        wrote: Callable[[], None] = lambda: None,
+    ) -> Path:
         """Writes one version durably and returns its directory; the same version again replaces
         nothing.
 
-        `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest
+        `buffer` is the whole stream of the manifest; `wrote` is called after each part of it that
+        is on the disk. Raises WeightsError when a different manifest
         is spooled already, ResourceExhausted when the file cannot be written.
         """
         check_manifest(manifest, max_bytes=len(buffer))
@@ -228,7 +234,7 @@ class Spool:
         if spooled is None:
             try:
                 with writing(path):
-                    self._write_new(manifest, buffer, path)
+                    self._write_new(manifest, buffer, path, wrote)
             except ResourceExhausted:
                 self._remove_leftovers()
                 raise
@@ -256,13 +262,18 @@ class Spool:
             self._prune()
 
     def _write_new(
-        self, manifest: Manifest, buffer: memoryview | bytes | bytearray, path: Path
+        self,
+        manifest: Manifest,
+        buffer: memoryview | bytes | bytearray,
+        path: Path,
+        wrote: Callable[[], None],
     ) -> None:
         temporary = self._directory / f"{TEMPORARY}{path.name}"
         temporary.mkdir()
         text = json_format.MessageToJson(manifest, indent=None).encode()
         content = manifest.content_hash or hash_of(manifest, buffer)
-        write_synced(temporary / TENSORS, header_of(manifest, text, content), buffer)
+        header = header_of(manifest, text, content)
+        write_synced(temporary / TENSORS, header, buffer, wrote=wrote)
         write_synced(temporary / MANIFEST, text)
         for key, name in DOCUMENTS.items():
             if key in manifest.metadata:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from paceline.errors import PacelineError
+from paceline.local.patience import patient
 from paceline.rpc import rpc_errors
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import Calls
+from paceline.services.coordinator.calls.peers import STILL_S
 from paceline.services.coordinator.calls.slots import resume
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.state import Service
@@ -12,8 +15,8 @@ from paceline.telemetry import get_logger
 from paceline.v1.drafter_pb2 import SaveDrafterCheckpointRequest
 from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
-CHECKPOINT_DEADLINE_S = 300.0
-OPTIONAL_DEADLINE_S = 60.0
+OPTIONAL_STILL_S = 60.0
+"""Seconds without progress of an optional service after which the run ends without its answer."""
 
 
 async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
@@ -28,21 +31,16 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
     context = calls.context(command)
     if command.step:
         policy = SavePolicyCheckpointRequest(context=context)
-        deadline_s = CHECKPOINT_DEADLINE_S
-        with (
-            calls.reported(Service.POLICY_TRAINER, "close", command, deadline_s=deadline_s),
-            rpc_errors(),
-        ):
-            saved = await calls.peers.policy.SavePolicyCheckpoint(policy, timeout=deadline_s)
-        paths["policy"] = saved.path
+        deadline_s = patient(STILL_S)
+        with calls.reported(Service.POLICY_TRAINER, "close", command, deadline_s=deadline_s):
+            paths["policy"] = (await calls.peers.save_policy(policy, deadline_s)).path
     if command.step and calls.config.drafter_enabled:
         drafter = SaveDrafterCheckpointRequest(context=context)
+        trainer, still_s = calls.peers.channels[Service.DRAFTER_TRAINER], patient(OPTIONAL_STILL_S)
         try:
             with rpc_errors():
-                saved = await calls.peers.drafter.SaveDrafterCheckpoint(
-                    drafter, timeout=OPTIONAL_DEADLINE_S
-                )
-            paths["drafter"] = saved.path
+                call = calls.peers.drafter.SaveDrafterCheckpoint(drafter)
+                paths["drafter"] = (await while_moving(call, trainer, still_s)).path
         except PacelineError as error:
             calls.went_without(Service.DRAFTER_TRAINER, "close", error)
 
@@ -55,7 +53,6 @@ async def keep_if_best(calls: Calls, command: commands.Evaluate, evaluation: flo
     """
     request = SavePolicyCheckpointRequest(context=calls.context(command), evaluation=evaluation)
     try:
-        with rpc_errors():
-            await calls.peers.policy.SavePolicyCheckpoint(request, timeout=CHECKPOINT_DEADLINE_S)
+        await calls.peers.save_policy(request, patient(STILL_S))
     except PacelineError as error:
         get_logger("coordinator").warning("best checkpoint not kept", error=str(error))

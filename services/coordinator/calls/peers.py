@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from paceline.config import AddressesConfig, SecurityConfig
-from paceline.rpc import channel, wait_healthy
+from paceline.rpc import channel, rpc_errors, wait_healthy
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.machine.state import Service
 from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
+from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest, SavePolicyCheckpointResponse
 from paceline.v1.policy_pb2_grpc import PolicyServiceStub
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+
+STILL_S = 300.0
+"""Seconds without progress of the policy trainer after which its checkpoint is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,20 @@ class Peers:
             PolicyServiceStub(channels[Service.POLICY_TRAINER]),  # type: ignore[no-untyped-call]
             DrafterServiceStub(channels[Service.DRAFTER_TRAINER]),  # type: ignore[no-untyped-call]
         )
+
+    async def save_policy(
+        self, request: SavePolicyCheckpointRequest, still_s: float
+    ) -> SavePolicyCheckpointResponse:
+        """The policy trainer's answer, which comes after a step that runs, however long both take
+        while the trainer gets on.
+
+        Raises DeadlineExceeded after `still_s` seconds without progress, and what the call raises.
+        """
+        with rpc_errors():
+            call: Awaitable[SavePolicyCheckpointResponse] = self.policy.SavePolicyCheckpoint(
+                request
+            )
+            return await while_moving(call, self.channels[Service.POLICY_TRAINER], still_s)
 
     async def wait_healthy(self, service: Service, deadline_s: float) -> None:
         """Raises Unavailable when the service does not serve in time."""

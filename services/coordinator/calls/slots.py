@@ -24,8 +24,8 @@ from paceline.v1.policy_pb2 import SavePolicyCheckpointRequest
 
 RESUME_DEADLINE_S = 300.0
 """Weights may have to be read again."""
-_LEAVE_DEADLINE_S = 60.0
-"""For the policy trainer's step, beyond the time that it has had."""
+_LEAVE_STILL_S = 60.0
+"""Seconds without progress of the policy trainer's step after which it is not waited for."""
 _REPEATS = 2
 """Of a preemption: three deadlines are longer than a stop that nobody is killed for (ADR 40)."""
 
@@ -124,8 +124,8 @@ async def hand_back(calls: Calls, command: commands.HandBack) -> None:
                 await preempted(peers, PreemptRequest(context=lease), deadline_s)
         if command.policy:
             save = SavePolicyCheckpointRequest(context=calls.context(command))
-            with suppress(Unavailable), rpc_errors():  # answered after the step that runs
-                await peers.policy.SavePolicyCheckpoint(save, timeout=_LEAVE_DEADLINE_S)
+            with suppress(Unavailable):  # answered after the step that runs
+                await peers.save_policy(save, patient(_LEAVE_STILL_S))
         await resume(calls, command)
     except PacelineError as error:
         log.error("workers stay lent out until the run is resumed", error=str(error))

@@ -7,8 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import DataLoss, FailedPrecondition, NotFound, PacelineError
+from paceline.local.patience import patient
 from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
+from paceline.rpc.progress import while_moving
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.policy_trainer import push_again
 from paceline.services.coordinator.machine import commands, events
@@ -57,9 +59,9 @@ async def mend(calls: Calls, command: commands.RunTasks | commands.Evaluate) -> 
         await push_again(calls, command)
     if unknown:
         get_logger("coordinator").warning("set_committed_again", seq=versions.seq)
-        await commit_versions(
-            calls.peers.channels[Service.GATEWAY], calls.learner_context(), versions
-        )
+        gateway, context = calls.peers.channels[Service.GATEWAY], calls.learner_context()
+        committing = commit_versions(gateway, context, versions, deadline_s=None)
+        await while_moving(committing, gateway, patient(COMMAND_DEADLINE_S))
 
 
 async def commit(calls: Calls, command: commands.Commit) -> None:
@@ -74,13 +76,17 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
         log.warning("set_refused", seq=refused.seq, drafter=refused.drafter, error=str(error))
         return events.CommitFailed(calls.now(), command.versions, f"{Service.GATEWAY}: {error}")
 
-    context = calls.context(command)
+    context, deadline_s = calls.context(command), patient(COMMAND_DEADLINE_S)
     with calls.reported(
-        Service.GATEWAY, "commit", command, deadline_s=COMMAND_DEADLINE_S, event_of=commit_failed
+        Service.GATEWAY, "commit", command, deadline_s=deadline_s, event_of=commit_failed
     ):
         mode = PauseMode.Value(f"PAUSE_MODE_{calls.state().commit_mode.upper()}")
-        gateway = calls.peers.channels[Service.GATEWAY]
-        await commit_versions(gateway, context, command.versions, mode, leased=command.leased)
+        gateway, leased = calls.peers.channels[Service.GATEWAY], command.leased
+        committing = commit_versions(
+            gateway, context, command.versions, mode, leased=leased, deadline_s=None
+        )
+        # Workers may have to load the set, which takes as long as its bytes and their load want.
+        await while_moving(committing, gateway, deadline_s)
 
     calls.emit(events.Committed(calls.now(), command.versions))
     if not calls.config.drafter_enabled:

@@ -1,8 +1,10 @@
-"""Measures drafters on rows, in pieces short enough to be preempted."""
+"""Measures drafters on rows, in pieces of a given time, between which a lease can end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,16 @@ from paceline.services.drafter_trainer.rows.sample import FeatureSample
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
 
-PIECE_POSITIONS = 192
+ROW_POSITIONS = 192
+"""Positions of the samples that are packed into one row, unless a single sample has more."""
+PIECE_S = 0.25
+"""Processor seconds of a piece: a small share of the deadline of a recalled lease, and long enough
+to compute more than to read the matrix of a large vocabulary.
+"""
+FIRST_ROWS = 8
+"""Positions whose logits are computed together until their time is measured."""
+_FASTER = 4
+"""How many times as many positions the next piece may have."""
 GREEDY = 0.01
 """Temperature used for 0: the most likely token has all the mass."""
 BUCKETS = ("prompt_end", "early", "late")
@@ -42,7 +53,37 @@ def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -
     return torch.stack(matches, dim=1)[row.valid]
 
 
-@torch.inference_mode()
+class Pace:
+    """How many positions' logits are computed in `piece_s` seconds, measured by kind of work."""
+
+    def __init__(
+        self, piece_s: float = PIECE_S, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """clock: seconds; the default counts the calling thread's processor time."""
+        self.piece_s, self.clock = piece_s, clock
+        self._rows: dict[type, int] = {}
+
+    def cut(self, whole: slice, work: type) -> Iterator[slice]:
+        """Parts of `whole` in order, as long as the last measurement of that work allows."""
+        start = whole.start
+        while start < whole.stop:
+            rows = self._rows.get(work, FIRST_ROWS)
+            yield slice(start, min(start + rows, whole.stop))
+            start += rows
+
+    @contextmanager
+    def measured(self, part: slice, work: type) -> Iterator[None]:
+        """Measures the block, which does that work for `part`."""
+        began = self.clock()
+        yield
+        took_s, count = self.clock() - began, part.stop - part.start
+        if took_s * _FASTER > self.piece_s:
+            self._rows[work] = max(1, int(count * self.piece_s / took_s))
+        else:
+            known = self._rows.get(work, FIRST_ROWS)
+            self._rows[work] = max(known, _FASTER * count)
+
+
 def chain_survival(
     net: DraftNet,
     row: PackedRow,
@@ -52,6 +93,30 @@ def chain_survival(
     temperature: float,
     sampled: bool = False,
 ) -> Tensor:
+    """The result of `survival_in_pieces`, computed without a pause."""
+    whole = Pace(float("inf"))
+    pieces = survival_in_pieces(
+        net, row, head, steps, temperature=temperature, sampled=sampled, pace=whole
+    )
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            found: Tensor = end.value
+            return found
+
+
+@torch.inference_mode()
+def survival_in_pieces(
+    net: DraftNet,
+    row: PackedRow,
+    head: PolicyHead,
+    steps: int,
+    *,
+    temperature: float,
+    sampled: bool,
+    pace: Pace,
+) -> Generator[None, None, Tensor]:
     """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all
     accepted).
 
@@ -67,30 +132,54 @@ def chain_survival(
     variance is never larger. The product of p(draft) over all steps would be biased, since it
     counts paths that the engine has left.
 
-    Drafts past the end of a document or of the policy's own tokens count as rejected.
+    Drafts past the end of a document or of the policy's own tokens count as rejected. Yields after
+    each piece of `pace`.
     """
     net.bind(head.embed_tokens, head.lm_head)
-    target = (row.next_states @ head.lm_head.T).double() / temperature
-    target -= target.logsumexp(-1, keepdim=True)  # row t: log p of token t + 2
+    # Row t: log p of token t + 2.
+    target = torch.empty(len(row), len(head.lm_head), dtype=torch.float64)
+    for part in pace.cut(slice(0, len(row)), PolicyHead):
+        with pace.measured(part, PolicyHead):
+            logits = row.next_states[part] @ head.lm_head.T
+            target[part] = (logits.double() / temperature).log_softmax(-1)
+        yield
     drawn = _drawn(row)
     reached = torch.ones(len(row), dtype=torch.float64)
-    survival = []
-    for step, logits in enumerate(net.chain_logits(row, steps)):
+    survival: dict[int, Tensor] = {}
+    for step, at, states in net.chain_states(row, steps):
+        yield
+        found = survival.setdefault(step, torch.zeros(len(row), dtype=torch.float64))
         there, inside = row.ahead(step)
-        tokens = row.draft_tokens[there].clamp(min=0)[:, None]
-        if sampled:
-            p, log_q = target[there], (logits.double() / temperature).log_softmax(-1)
-            alpha = torch.minimum(p, log_q).exp().sum(-1)
-            follows = (log_q.gather(1, tokens) - p.gather(1, tokens)).clamp(max=0).exp()[:, 0]
-        else:
-            drafts = logits.argmax(-1)
-            alpha = target[there, drafts].exp()
-            follows = (drafts == tokens[:, 0]).double()
         possible = inside & drawn[there]
-        survival.append(reached * alpha * possible)
-        reached = reached * follows * possible
+        for part in pace.cut(at, type(net)):
+            with pace.measured(part, type(net)):
+                own = slice(part.start - at.start, part.stop - at.start)
+                logits = net.draft_logits(step, states[own])
+                tokens = row.draft_tokens[there[part]].clamp(min=0)
+                if sampled:
+                    judge = _sampled(logits.double() / temperature, target[there[part]], tokens)
+                else:
+                    judge = _greedy(logits, target, there[part], tokens)
+                alpha, follows = judge
+                found[part] = reached[part] * alpha * possible[part]
+                reached[part] *= follows * possible[part]
+            yield
 
-    return torch.stack(survival, dim=1)[drawn]
+    return torch.stack([*survival.values()], dim=1)[drawn]
+
+
+def _greedy(logits: Tensor, target: Tensor, there: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of N greedy drafts: alpha and w, each float64 [N]; target [T, V] stands at `there` [N]."""
+    drafts = logits.argmax(-1)
+    return target[there, drafts].exp(), (drafts == tokens).double()
+
+
+def _sampled(logits: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of N sampled drafts: alpha and w, each float64 [N], of logits and log p [N, V]."""
+    log_q = logits.log_softmax(-1)
+    alpha = torch.minimum(target, log_q).exp().sum(-1)
+    here = tokens[:, None]
+    return alpha, (log_q.gather(1, here) - target.gather(1, here)).clamp(max=0).exp()[:, 0]
 
 
 def position_buckets(row: PackedRow) -> Tensor:
@@ -136,8 +225,7 @@ class MeasuredRows:
 
 
 class GateJob:
-    """Measures frozen drafters on the same rows; `advance` until `done`, one drafter and
-    piece at a time.
+    """Measures frozen drafters on the same rows; `advance` until `done`.
 
     A job may outlive its activation, so it holds the heads of its rows.
     """
@@ -149,17 +237,18 @@ class GateJob:
         heads: Mapping[str, PolicyHead],
         settings: GateConfig,
         window: int,
+        pace: Pace,
     ) -> None:
+        """pace: how long one `advance` computes."""
         self._nets = tuple(nets)
-        self._pieces = _pieces(samples, window)
+        self._rows = _rows(samples, window)
+        self._pace = pace
         self._settings, self._window = settings, window
         self._accepted: list[list[Floats]] = [[] for _ in self._nets]
         self._groups: list[npt.NDArray[np.int64]] = []
         self._buckets: list[npt.NDArray[np.int64]] = []
         self._numbers: dict[str, int] = {}  # of groups
-        self._next = 0
-        self._row: PackedRow | None = None
-        self._temperature = 1.0  # of the piece at hand
+        self._measuring: Iterator[None] | None = None  # of the row at hand
         self.heads = {sample.lm_head_hash: heads[sample.lm_head_hash] for sample in samples}
         """Heads of its rows by hash, kept even if the caller drops them."""
         self.head = self.heads[samples[-1].lm_head_hash]
@@ -167,13 +256,13 @@ class GateJob:
 
     @property
     def done(self) -> bool:
-        """All drafters measured on all pieces."""
-        return self.even and not self._pieces
+        """All drafters measured on all rows."""
+        return self.even and not self._rows
 
     @property
     def even(self) -> bool:
-        """All drafters measured on the same pieces, one at least."""
-        return self._row is None and bool(self._groups)
+        """All drafters measured on the same rows, one at least."""
+        return self._measuring is None and bool(self._groups)
 
     @property
     def positions(self) -> int:
@@ -186,30 +275,36 @@ class GateJob:
         return len(self._numbers)
 
     def advance(self) -> None:
-        """Measures the next drafter on the next piece."""
-        if self._row is None:
-            self._open(self._pieces.pop())
-        row, net = self._row, self._nets[self._next]
-        assert row is not None
-        survival = chain_survival(
-            net,
-            row,
-            self.heads[row.lm_head_hash],
-            self._settings.draft_steps,
-            temperature=self._temperature,
-            sampled=self._settings.verification == "rejection",
-        )
-        self._accepted[self._next].append(survival.numpy())
-        self._next += 1
-        if self._next == len(self._nets):
-            self._row, self._next = None, 0
+        """Measures on for the time of a piece, or until all drafters are measured on a row."""
+        if self._measuring is None:
+            self._measuring = self._measure(self._rows.pop())
+        ends_s = self._pace.clock() + self._pace.piece_s
+        for _ in self._measuring:
+            if self._pace.clock() >= ends_s:
+                return
+        self._measuring = None
 
-    def _open(self, samples: list[FeatureSample]) -> None:
-        row = self._row = pack(samples, window=self._window)
-        self._temperature = samples[0].temperature or GREEDY
+    def _measure(self, samples: list[FeatureSample]) -> Iterator[None]:
+        """Measures all drafters on a row of these samples; yields between two pieces."""
+        row = self._open(samples)
+        for net, accepted in zip(self._nets, self._accepted, strict=True):
+            survival = yield from survival_in_pieces(
+                net,
+                row,
+                self.heads[row.lm_head_hash],
+                self._settings.draft_steps,
+                temperature=samples[0].temperature or GREEDY,
+                sampled=self._settings.verification == "rejection",
+                pace=self._pace,
+            )
+            accepted.append(survival.numpy())
+
+    def _open(self, samples: list[FeatureSample]) -> PackedRow:
+        row = pack(samples, window=self._window)
         numbers = [self._numbers.setdefault(s.siblings, len(self._numbers)) for s in samples]
         self._groups.append(np.array(numbers)[row.documents[_drawn(row)].numpy()])
         self._buckets.append(position_buckets(row).numpy())
+        return row
 
     def measured(self) -> MeasuredRows:
         """The measurements so far; call it when `even`."""
@@ -218,19 +313,15 @@ class GateJob:
         return MeasuredRows(accepted, groups, buckets)
 
 
-def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
-    """Samples of one head and temperature each, few enough to be measured between two looks at the
-    lease; the last are measured first.
-    """
-    pieces: list[list[FeatureSample]] = [[]]
+def _rows(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
+    """Samples of one head and temperature each; the last are measured first."""
+    rows: list[list[FeatureSample]] = [[]]
     for sample in samples:
-        full = (
-            sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS
-        )
-        if pieces[-1] and (full or _way(pieces[-1][0]) != _way(sample)):
-            pieces.append([])
-        pieces[-1].append(sample)
-    return [piece for piece in pieces if piece]
+        full = sum(min(s.positions, window) for s in rows[-1]) + sample.positions > ROW_POSITIONS
+        if rows[-1] and (full or _way(rows[-1][0]) != _way(sample)):
+            rows.append([])
+        rows[-1].append(sample)
+    return [row for row in rows if row]
 
 
 def _way(sample: FeatureSample) -> tuple[str, float]:

@@ -14,7 +14,7 @@ from paceline.services.drafter_trainer.config import DrafterTrainerConfig
 from paceline.services.drafter_trainer.gate.candidates import Candidates
 from paceline.services.drafter_trainer.gate.comparison import Judgement, MeasuredCosts
 from paceline.services.drafter_trainer.gate.decisions import judged, log_decision, reopened
-from paceline.services.drafter_trainer.gate.evaluate import GateJob
+from paceline.services.drafter_trainer.gate.evaluate import GateJob, Pace
 from paceline.services.drafter_trainer.gate.fall import Hurry, ServedLength
 from paceline.services.drafter_trainer.gate.freeze import Freeze
 from paceline.services.drafter_trainer.gate.round import DrafterState, GateRound, judged_parts
@@ -137,6 +137,7 @@ class PublishGate:
             heads,
             self._settings,
             window,
+            Pace(),
         )
         steps = {student.kind: student.learner.total_steps for student in self._students}
         return GateRound(job, tuple(samples), tuple(candidates), tuple(rivals), steps)

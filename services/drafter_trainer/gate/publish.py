@@ -17,6 +17,7 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.file_hashes import check_hashes
+from paceline.local.patience import patient
 from paceline.services.drafter_trainer.messages import Judged
 from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
@@ -24,6 +25,7 @@ from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.weight_documents import ACCEPTANCE, CONFIG
 from paceline.weights import PushReport, build_manifest, push_weights
+from paceline.weights.push import push_deadline_s
 
 WORTH_ANOTHER_TRY = (Unavailable, DeadlineExceeded, StaleEpoch, ResourceExhausted)
 
@@ -31,7 +33,7 @@ log = get_logger("paceline.services.drafter_trainer.gate.publish")
 
 
 async def push_drafter(
-    channel: grpc.aio.Channel, decision: Judged, context: CommandContext, deadline_s: float
+    channel: grpc.aio.Channel, decision: Judged, context: CommandContext
 ) -> PushReport:
     """Prepare and Push of the candidate at `decision.path`, with its config.json beside its
     tensors.
@@ -58,6 +60,7 @@ async def push_drafter(
         lm_head_hash=decision.lm_head_hash,
         metadata={"speculator": decision.kind, CONFIG: config, **said},
     )
+    deadline_s = patient(push_deadline_s(manifest.total_bytes))
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
 
 
@@ -77,8 +80,8 @@ class Promoter:
     activation reports results that the coordinator has not received, and repeats a failed push.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
-        self._channel, self._deadline_s = channel, deadline_s
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._waiting: Judged | None = None
         self.push: asyncio.Task[PushOutcome] | None = None  # in progress, or done and not yet taken
 
@@ -109,7 +112,7 @@ class Promoter:
     async def _attempt(self, decision: Judged, context: CommandContext) -> PushOutcome:
         version = decision.drafter_version
         try:
-            report = await push_drafter(self._channel, decision, context, self._deadline_s)
+            report = await push_drafter(self._channel, decision, context)
         except WORTH_ANOTHER_TRY as error:
             log.warning("promoted drafter not taken yet", drafter_version=version, error=str(error))
             return PushOutcome(decision, prepared=False, again=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.packed import PackedRow
 
-_WORDS = ("stop", "snapshot", "again", "save", "join", "row")
+_WORDS = ("stop", "wait", "snapshot", "again", "save", "join", "row")
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
 
@@ -18,9 +18,9 @@ _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents",
 def announce(word: str, members: Members, student: int = 0) -> None:
     """Rank 0 announces the next action.
 
-    "stop": nothing, the activation is over; "snapshot": one of that student (students.py);
-    "again": that student goes on from other weights; "save": a checkpoint; "join": other members,
-    as the next command says.
+    "stop": nothing, the activation is over; "wait": another word, later; "snapshot": one of that
+    student (students.py); "again": that student goes on from other weights; "save": a checkpoint;
+    "join": other members, as the next command says.
     """
     members.agree(_WORDS.index(word), student)
 

@@ -30,10 +30,8 @@ from paceline.services.drafter_trainer.offline.trainer import OfflineTrainer, Te
 from paceline.speculators.loading import trained_net
 from paceline.speculators.net import DraftNet
 from paceline.training.hugging_face import load_causal_lm
-from paceline.training.process import join_ranks
+from paceline.training.process import COLLECTIVE_S, join_ranks
 
-COLLECTIVE_S = 1800.0
-"""Ranks wait for each other this long: their shares of generated answers differ."""
 FAREWELL_S = 10.0
 
 

@@ -15,6 +15,7 @@ from typing import cast
 import httptools
 
 from paceline.errors import Unavailable
+from paceline.local.patience import patient
 
 CONNECT_S = 5.0
 REUSED_S = 2.0
@@ -162,7 +163,7 @@ class Passage:
     async def _connected(self) -> ReplicaAnswer:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(patient(CONNECT_S)):
                 _, answer = await loop.create_unix_connection(ReplicaAnswer, self._path)
         except OSError as error:  # TimeoutError too
             raise Unavailable("the replica of this request is away", seen=error) from error

@@ -12,6 +12,7 @@ import orjson
 from paceline.errors import FailedPrecondition, NotFound, PacelineError, Unavailable
 from paceline.messages import versions_to_proto
 from paceline.rpc import EpochGuard, Track, responses, rpc_errors
+from paceline.rpc.progress import Activity
 from paceline.services.rollout_gateway.replicas import merge
 from paceline.services.rollout_gateway.replicas.claims import claim_in_turn
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet, each
@@ -173,12 +174,14 @@ class HeadServicer(RolloutServiceServicer):
         merged.versions.CopyFrom(versions_to_proto(self._weights.versions))
         return merged
 
-    async def progress(self) -> ppb.GetProgressResponse:
-        """What all of them do."""
+    async def progress(self, weights: Activity) -> ppb.GetProgressResponse:
+        """What all of them do, and this process with `weights`."""
         request = ppb.GetProgressRequest()
-        return merge.progress(
+        merged = merge.progress(
             await self._answers("progress", "GetProgress", request, PROGRESS_DEADLINE_S)
         )
+        weights.show_on(merged.parts[0])
+        return merged
 
     async def _answers(
         self, stub: str, method: str, request: Any, deadline_s: float

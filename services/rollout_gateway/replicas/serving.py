@@ -103,7 +103,7 @@ async def _begin(config: GatewayConfig, stack: AsyncExitStack) -> Head:
     server.add(add_RolloutServiceServicer_to_server, servicer, alone.ROLLOUT_SERVICE)
     received = alone.receiver(spool, guard, weights, config)
     server.add(add_weight_service, received, SERVICE_NAME)
-    add_progress(server, servicer.progress)
+    add_progress(server, lambda: servicer.progress(received.reception.activity))
     await _take_lost(config)
     stack.push_async_callback(fleet.stop)
     port = 0

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable, WeightsError
+from paceline.local.patience import patient
 from paceline.messages import versions_to_proto
 from paceline.services.rollout_gateway.replicas.fleet import Replica, ReplicaFleet, each, refused
 from paceline.services.rollout_gateway.workers.canary import LOST
@@ -19,6 +20,7 @@ from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as epb
 from paceline.v1 import replica_pb2 as pb
 from paceline.weights import Spool
+from paceline.weights.committed_sets import part_version
 from paceline.weights.push import COMMAND_DEADLINE_S, push_deadline_s
 
 log = get_logger(__name__)
@@ -44,8 +46,7 @@ class ReplicaWeights:
         push.
         """
         request = pb.LoadVersionRequest(target=target, version=version, path=str(path))  # type: ignore[arg-type]
-        manifest = self._spool.manifest(target, version)
-        deadline_s = push_deadline_s(manifest.total_bytes if manifest else 0)
+        deadline_s = self._deadline_s(target, version)
         async with self._swap:
             answers = await asyncio.gather(
                 *(one.ask(one.inner.LoadVersion, request, deadline_s) for one in self._there),
@@ -80,7 +81,7 @@ class ReplicaWeights:
         async with self._swap:
             await each(
                 [
-                    one.ask(one.inner.ForgetVersion, request, COMMAND_DEADLINE_S)
+                    one.ask(one.inner.ForgetVersion, request, patient(COMMAND_DEADLINE_S))
                     for one in self._there
                 ]
             )
@@ -151,12 +152,19 @@ class ReplicaWeights:
             ],
             judge=judge,
         )
-        serve = replica.inner.ServeSet
+        serve, deadline_s = replica.inner.ServeSet, patient(COMMAND_DEADLINE_S)
+        for target in (epb.WEIGHT_TARGET_POLICY, epb.WEIGHT_TARGET_DRAFTER):
+            deadline_s += self._deadline_s(target, part_version(versions, target))
         try:
-            await replica.ask(serve, request, COMMAND_DEADLINE_S, starting=starting)
+            await replica.ask(serve, request, deadline_s, starting=starting)
         except DeadlineExceeded as error:  # nobody knows what it serves
             self._fleet.replace(replica)
             raise Unavailable(f"{replica.place.name} is replaced: {error}") from error
+
+    def _deadline_s(self, target: int, version: int) -> float:
+        """For the load of a version: by its bytes and the load of this machine."""
+        manifest = self._spool.manifest(target, version)
+        return patient(push_deadline_s(manifest.total_bytes if manifest else 0))
 
     async def _take_back(self, tried: list[Replica]) -> None:
         """These serve what served before. One that cannot is ended: it loads that when it

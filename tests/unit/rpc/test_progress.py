@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from paceline.rpc.progress import Activity, chain_text, wait_chain
-from paceline.v1.progress_pb2 import Part
+import asyncio
+import time
+
+import pytest
+
+from paceline.config import SecurityConfig
+from paceline.errors import DeadlineExceeded
+from paceline.local.patience import patient
+from paceline.rpc import Server, channel
+from paceline.rpc.progress import (
+    Activity,
+    add_progress,
+    chain_text,
+    wait_chain,
+    while_moving,
+)
+from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 
 def test_a_chain_ends_with_who_waits_for_nobody() -> None:
@@ -39,3 +54,42 @@ def test_a_new_task_is_progress_and_its_time_begins_anew() -> None:
     part = activity.part()
     assert (part.name, part.doing, part.waits_for) == ("gateway", "runs", "worker 0")
     assert part.doing_s == part.still_s < 60.0
+
+
+async def test_a_call_is_awaited_while_its_service_gets_on_and_ends_when_it_stands_still() -> None:
+    activity, still_s = Activity("gateway"), patient(1.0)
+    activity.begins("commits weights")
+
+    async def answer() -> GetProgressResponse:
+        return GetProgressResponse(parts=[activity.part()])
+
+    async def work() -> str:
+        for _ in range(30):
+            await asyncio.sleep(still_s / 10)
+            activity.moves()
+        return "done"
+
+    server = Server("127.0.0.1:0", SecurityConfig())
+    add_progress(server, answer)
+    port = await server.start()
+    async with channel(f"127.0.0.1:{port}", SecurityConfig()) as peer:
+        assert await while_moving(work(), peer, still_s) == "done"
+        began_s, never = time.monotonic(), asyncio.get_running_loop().create_future()
+        with pytest.raises(DeadlineExceeded, match="no progress"):
+            await while_moving(never, peer, still_s)
+        assert never.cancelled()
+        assert time.monotonic() - began_s < 10 * still_s
+        await server.stop(0)
+        with pytest.raises(DeadlineExceeded, match="no progress"):
+            await while_moving(asyncio.get_running_loop().create_future(), peer, still_s)
+
+
+def test_work_that_goes_on_is_the_progress_of_its_service() -> None:
+    reception = Activity("weights", began_s=0.0, moved_s=0.0)
+    part = Part(name="gateway", still_s=40.0)
+    reception.show_on(part)
+    assert (part.doing, part.still_s) == ("", 40.0), "it does nothing"
+    reception.begins("receives weights")
+    reception.show_on(part)
+    assert part.doing == "receives weights"
+    assert part.still_s < 10.0

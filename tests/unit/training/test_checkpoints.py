@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file
 from unit.training import writing_ranks
 
+from paceline import whole_files
 from paceline.errors import DataLoss, Unavailable
 from paceline.file_hashes import MANIFEST, check_hashes, write_hashes
+from paceline.training import checkpoints
 from paceline.training.checkpoints import (
     DAMAGED,
     PREFIX,
@@ -254,3 +257,17 @@ def test_no_rank_is_done_with_a_checkpoint_before_rank_zero_has_read_all_shards(
     tmp_path: Path,
 ) -> None:
     run_ranks(writing_ranks.main, 2, tmp_path, tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_reports_that_its_bytes_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_files, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr(checkpoints, "REPORT_S", 0.002)
+    writer, reports = CheckpointWriter(tmp_path, lambda *_: None), list[float]()
+    writer.write({"model": {"weight": torch.zeros(1 << 21)}}, 1, None)
+    writer.wait(lambda: reports.append(time.monotonic()))
+    assert reports
+    written = len(reports)
+    writer.wait(lambda: reports.append(time.monotonic()))
+    assert len(reports) == written, "nothing is being written"

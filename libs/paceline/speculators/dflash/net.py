@@ -12,7 +12,7 @@ keys and values from the context and the block, in which every position sees eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -51,8 +51,9 @@ from paceline.speculators.losses import BlockTargets, block_losses
 from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
-JUDGED_TOGETHER = 256
-"""Blocks of one forward where a row has one at each position."""
+JUDGED_TOGETHER = 16
+"""Blocks of one forward where a row has one at each position: few, so that a caller that computes
+in short pieces can pause between two forwards."""
 
 
 class DflashOptions(Config):
@@ -271,13 +272,19 @@ class DflashNet(LayerNet):
             drafts.append(torch.full_like(here, draft))
         return torch.cat(blocks), torch.cat(places), torch.cat(drafts)
 
-    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
-        """See DraftNet.chain_logits; B - 1 tensors at most. A block reads none of its drafts, so
+    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """See DraftNet.chain_states; B - 1 steps at most. A block reads none of its drafts, so
         that nothing is forced.
         """
         everywhere = torch.arange(len(row), device=row.next_tokens.device)
-        parts = [self.states(row, part)[:, :steps] for part in everywhere.split(JUDGED_TOGETHER)]
-        return [self.logits(one) for one in torch.cat(parts).unbind(1)]
+        for part in everywhere.split(JUDGED_TOGETHER):
+            at = slice(int(part[0]), int(part[-1]) + 1)
+            for step, states in enumerate(self.states(row, part)[:, :steps].unbind(1)):
+                yield step, at, states
+
+    def draft_logits(self, step: int, states: Tensor) -> Tensor:
+        """See DraftNet.draft_logits."""
+        return self.logits(states)
 
     def states(self, row: PackedRow, anchors: Tensor) -> Tensor:
         """[N, B - 1, H]: what lm_head reads at the MASKs of the blocks at anchors int64 [N]."""

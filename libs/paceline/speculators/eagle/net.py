@@ -10,7 +10,7 @@ hidden state after the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -171,8 +171,8 @@ class EagleNet(LayerNet):
             token_weight=self.options.token_weight,
         )
 
-    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
-        """See DraftNet.chain_logits."""
+    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """See DraftNet.chain_states."""
         chain = chain_features(
             self,
             self._last(row),
@@ -181,7 +181,12 @@ class EagleNet(LayerNet):
             steps,
             row.mask()[None],
         )
-        return [self.logits(features[0]) for features in chain]
+        for step, features in enumerate(chain):
+            yield step, slice(0, len(row)), features[0]
+
+    def draft_logits(self, step: int, states: Tensor) -> Tensor:
+        """See DraftNet.draft_logits."""
+        return self.logits(states)
 
     def _last(self, row: PackedRow) -> Tensor:
         """The last hidden state [1, T, H] of captured rows."""
@@ -218,7 +223,7 @@ def chain_features(
     positions: Tensor,
     steps: int,
     mask: Tensor | None = None,
-) -> list[Tensor]:
+) -> Iterator[Tensor]:
     """Features of a draft chain from every row, teacher-forced on the true tokens (EAGLE-3's
     training-time test).
 
@@ -226,14 +231,12 @@ def chain_features(
     position t + i, and sees what the engine's drafter sees: true states of rows <= t and its own
     earlier steps. lm_head of step i predicts token t + 2 + i. While all earlier drafts equal the
     true tokens this is exactly the engine's chain. net is an EagleNet, sharded or not; arguments as
-    in its forward. Returns `steps` tensors [B, T, H]; the last i rows of step i have no true token
+    in its forward. Yields `steps` tensors [B, T, H]; the last i rows of step i have no true token
     (id 0 stands in) and mean nothing.
     """
     chain = ChainKeys()
-    features, tokens, outputs = hidden, next_tokens, []
+    features, tokens = hidden, next_tokens
     for step in range(steps):
         features = net.features(features, tokens, positions + step, mask, chain)
-        outputs.append(features)
+        yield features
         tokens = functional.pad(tokens[:, 1:], (0, 1))
-
-    return outputs

@@ -267,10 +267,14 @@ class Eagle3Net(LayerNet):
 
         return Objective(loss, row.valid.sum(), terms)
 
-    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
-        """See DraftNet.chain_logits."""
-        chain = (self.logits(features) for features, _, _ in self.unroll(row, steps))
-        return [over_tokens(logits, self.token_ids, self.config.vocab_size) for logits in chain]
+    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """See DraftNet.chain_states."""
+        for step, (features, _, _) in enumerate(self.unroll(row, steps)):
+            yield step, slice(0, len(row)), features
+
+    def draft_logits(self, step: int, states: Tensor) -> Tensor:
+        """See DraftNet.draft_logits."""
+        return over_tokens(self.logits(states), self.token_ids, self.config.vocab_size)
 
     def unroll(self, row: PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """A draft chain from every position, teacher-forced: per step features [T, H] and

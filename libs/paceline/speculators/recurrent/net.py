@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -211,14 +211,17 @@ class RecurrentNet(DraftNet):
 
         return Objective(total, row.valid.sum(), terms)
 
-    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
-        """See DraftNet.chain_logits; n_predict tensors at most."""
-        state, chain = self.start(self._last(row)), []
+    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """See DraftNet.chain_states; n_predict steps at most."""
+        state = self.start(self._last(row))
         for step, weights in enumerate(self.step_weights()[:steps]):
             there, _ = row.ahead(step)
             state = self.advance(weights, state, row.next_tokens[there])
-            chain.append(linear(state[0], weights.head))
-        return chain
+            yield step, slice(0, len(row)), state[0]
+
+    def draft_logits(self, step: int, states: Tensor) -> Tensor:
+        """See DraftNet.draft_logits."""
+        return linear(states, self.step_weights()[step].head)
 
     def _last(self, row: PackedRow) -> Tensor:
         """The last hidden states [T, H] of captured rows."""

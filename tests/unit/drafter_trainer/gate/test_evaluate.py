@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
 from paceline.services.drafter_trainer.config import GateConfig
 from paceline.services.drafter_trainer.gate.evaluate import (
     BUCKETS,
-    PIECE_POSITIONS,
+    FIRST_ROWS,
     PROMPT_END,
+    ROW_POSITIONS,
     GateJob,
+    Pace,
     chain_matches,
     chain_survival,
     position_buckets,
@@ -86,12 +90,14 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
         {HASH: toy_policy().policy_head()},
         GateConfig(draft_steps=STEPS),
         512,
+        Pace(0.0),
     )
     pieces = 0
     while not job.done:
         job.advance()
         pieces += 1
-    assert pieces >= 2 * sum(one.positions for one in samples) / PIECE_POSITIONS
+    positions = sum(one.positions for one in samples)
+    assert pieces > 2 * STEPS * positions, "in no time a piece is one position of one draft"
     measured = job.measured()
     for net, got in zip(nets, measured.accepted, strict=True):
         counts = np.concatenate(
@@ -108,6 +114,60 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
     )
 
 
+class TimedNet(EagleNet):
+    """Whose logits take a time for each position, on a clock of its own."""
+
+    def __init__(self, seconds_per_position: float) -> None:
+        super().__init__(TARGET, seed=3)
+        self.now_s, self._cost_s = 0.0, seconds_per_position
+
+    def draft_logits(self, step: int, states: torch.Tensor) -> torch.Tensor:
+        self.now_s += self._cost_s * len(states)
+        return super().draft_logits(step, states)
+
+
+@pytest.mark.parametrize("seconds_per_position", [1e-6, 1e-3, 0.02, 0.5])
+def test_a_piece_of_the_gate_takes_its_time_however_slow_a_position_is(
+    seconds_per_position: float,
+) -> None:
+    piece_s = 0.04
+    net = TimedNet(seconds_per_position)
+    pace = Pace(piece_s, clock=lambda: net.now_s)
+    samples = [sample(60 + seed, seed) for seed in range(9)]
+    heads = {HASH: toy_policy().policy_head()}
+    job = GateJob([net], samples, heads, GateConfig(draft_steps=STEPS), 512, pace)
+    took_s = []
+    while not job.done:
+        began_s = net.now_s
+        job.advance()
+        took_s.append(net.now_s - began_s)
+    assert took_s[0] <= max(piece_s, FIRST_ROWS * seconds_per_position) + piece_s
+    longest_s = max(2 * piece_s, seconds_per_position)
+    assert max(took_s[1:], default=0.0) <= longest_s, "a piece has one position at least"
+    computed = STEPS * sum(one.positions for one in samples) * seconds_per_position
+    assert sum(took_s) == pytest.approx(computed)
+    rows = -(-sum(one.positions for one in samples) // ROW_POSITIONS) + 1
+    assert len(took_s) <= computed / piece_s * 4 + rows + computed / seconds_per_position
+
+
+def test_a_recall_waits_less_than_a_second_for_the_gate_at_a_vocabulary_of_49_thousand() -> None:
+    target = dataclasses.replace(TARGET, vocab_size=49_152, hidden_size=256, head_dim=64)
+    embed = torch.randn(49_152, 256, generator=torch.Generator().manual_seed(1))
+    head = PolicyHead(HASH, 0, embed, embed)
+    samples = [
+        dataclasses.replace(one, hidden=torch.randn(one.positions + 1, 256), hidden_size=256)
+        for one in (sample(190, 1), sample(300, 2))
+    ]
+    job = GateJob([EagleNet(target)], samples, {HASH: head}, GateConfig(), 512, Pace())
+    took_s = []
+    while not job.done:
+        began_s = time.thread_time()
+        job.advance()
+        took_s.append(time.thread_time() - began_s)
+    assert max(took_s) < 1.0
+    assert len(took_s) > 2, "a row takes several pieces"
+
+
 def test_positions_of_siblings_are_of_one_group_whatever_piece_they_are_in() -> None:
     groups = ["a", "b", "a", "", "b", "a"]
     samples = [
@@ -115,7 +175,7 @@ def test_positions_of_siblings_are_of_one_group_whatever_piece_they_are_in() -> 
         for seed, group in enumerate(groups)
     ]
     heads = {HASH: toy_policy().policy_head()}
-    job = GateJob([rough_net(3)], samples, heads, GateConfig(draft_steps=1), 512)
+    job = GateJob([rough_net(3)], samples, heads, GateConfig(draft_steps=1), 512, Pace())
     while not job.done:
         job.advance()
     sizes = Counter[str]()
@@ -140,7 +200,7 @@ def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> No
     for one in samples:
         row, head = pack([one], window=512), heads[one.lm_head_hash]
         alone.append(chain_survival(net, row, head, STEPS, temperature=1.0).numpy())
-    job = GateJob([net], samples, heads, GateConfig(draft_steps=STEPS), 512)
+    job = GateJob([net], samples, heads, GateConfig(draft_steps=STEPS), 512, Pace())
     while not job.done:
         job.advance()
     (got,) = job.measured().accepted
@@ -158,7 +218,7 @@ def test_rows_of_two_temperatures_are_measured_each_at_its_own() -> None:
     for one in samples:
         row = pack([one], window=512)
         alone.append(chain_survival(net, row, head, STEPS, temperature=one.temperature).numpy())
-    job = GateJob([net], samples, {HASH: head}, GateConfig(draft_steps=STEPS), 512)
+    job = GateJob([net], samples, {HASH: head}, GateConfig(draft_steps=STEPS), 512, Pace())
     while not job.done:
         job.advance()
     (got,) = job.measured().accepted
@@ -178,12 +238,18 @@ class TableNet:
     def bind(self, embed: torch.Tensor, head: torch.Tensor) -> None:
         """Nothing is shared."""
 
-    def chain_logits(self, row: PackedRow, steps: int) -> list[torch.Tensor]:
-        tokens, logits = row.next_tokens, []
-        for _ in range(steps):
-            logits.append(self.table[tokens])
+    def chain_states(self, row: PackedRow, steps: int) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        tokens = row.next_tokens
+        for step in range(steps):
+            yield step, slice(0, len(row)), tokens
             tokens = torch.cat([tokens[1:], tokens[:1]])
-        return logits
+
+    def draft_logits(self, step: int, states: torch.Tensor) -> torch.Tensor:
+        return self.table[states]
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[torch.Tensor]:
+        chain = self.chain_states(row, steps)
+        return [self.draft_logits(step, states) for step, _, states in chain]
 
 
 SYMBOLS, DEPTH, HEAT = 3, 3, 0.7

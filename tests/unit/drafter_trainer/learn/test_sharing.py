@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from rank_processes import run_ranks
-from unit.drafter_trainer import sharing_ranks
+from unit.drafter_trainer import sharing_ranks, waiting_ranks
 from unit.drafter_trainer.samples import sample, sample_with_rejected
 
+from paceline.local.patience import patient
 from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.packed import PackedRow
 
@@ -30,3 +31,7 @@ def test_rows_with_rejected_drafts_and_words_arrive_as_they_were_sent(tmp_path: 
                 assert torch.equal(one, other), part.name
             else:
                 assert one == other
+
+
+def test_members_wait_for_rank_zero_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    run_ranks(waiting_ranks.main, 2, tmp_path, tmp_path / "candidates", patient(2.0))

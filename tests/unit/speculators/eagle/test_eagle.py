@@ -136,7 +136,8 @@ def test_a_chain_step_sees_true_rows_and_its_own_earlier_steps(tmp_path: Path) -
     tokens, hidden = rows(batch=1)
     start, steps = 11, 4
     with torch.no_grad():
-        chain = chain_features(net, hidden[:, :40], tokens[:, 1:41], torch.arange(40)[None], steps)
+        positions = torch.arange(40)[None]
+        chain = [*chain_features(net, hidden[:, :40], tokens[:, 1:41], positions, steps)]
         inputs = hidden[:, : start + 1]
         for step in range(steps):
             length = start + 1 + step
@@ -154,8 +155,10 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     mask = (document[:, None] == document[None]) & torch.ones(30, 30, dtype=torch.bool).tril()
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
-        packed = chain_features(net, hidden[:, :30], tokens[:, 1:31], positions, 3, mask[None])
-        alone = chain_features(net, hidden[:, 12:30], tokens[:, 13:31], torch.arange(18)[None], 3)
+        packed = [*chain_features(net, hidden[:, :30], tokens[:, 1:31], positions, 3, mask[None])]
+        alone = [
+            *chain_features(net, hidden[:, 12:30], tokens[:, 13:31], torch.arange(18)[None], 3)
+        ]
     for step in range(3):
         torch.testing.assert_close(
             packed[step][:, 12 : 30 - step], alone[step][:, : 18 - step], atol=1e-5, rtol=0
@@ -204,7 +207,8 @@ def test_gradients_reach_every_weight_through_the_chain(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen3")
     net = rough_net(load_model(tmp_path, dtype=torch.float32))
     tokens, hidden = rows()
-    chain = chain_features(net, hidden[:, :20], tokens[:, 1:21], torch.arange(20).expand(2, -1), 2)
+    positions = torch.arange(20).expand(2, -1)
+    chain = [*chain_features(net, hidden[:, :20], tokens[:, 1:21], positions, 2)]
     chain[1].square().mean().backward()
     assert all(
         parameter.grad is not None and parameter.grad.abs().sum() > 0
