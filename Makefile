@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto client docs site release format check test test-sglang test-gpu mutants chaos starve attack corrupt fuzz demo up bench
+.PHONY: help setup setup-sglang proto client docs site release format check test test-sglang test-gpu mutants chaos starve recovery attack corrupt fuzz demo up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
@@ -21,6 +21,7 @@ network: setup ; @$(BIN)/python -m pytest -m network  ## runs over hosts that ar
 mutants: setup ; @$(BIN)/python .ci/mutants  ## change the code a little, a sample of 12 a target: do tests notice? MUTANTS=n|all
 chaos: setup ; @$(BIN)/python -m benchmarks.chaos --faults $(or $(FAULTS),50) --seed $(or $(SEED),0) --out $(or $(OUT),runs/chaos.json)  ## 50 faults in a whole run: is anything lost? FAULTS=n SEED=n OUT=file
 starve: setup ; @$(BIN)/python -m benchmarks.chaos.starve --seeds $(or $(SEEDS),20) --first $(or $(FIRST),0) $(if $(BUSY),--busy $(BUSY)) --out $(or $(OUT),runs/starve.json)  ## whole runs on a busy machine, every process stopped at random: SEEDS=n FIRST=seed BUSY=n OUT=file
+recovery: setup ; @$(BIN)/python -m benchmarks.chaos.recovery --busy $(or $(BUSY),12) --runs $(or $(RUNS),1) --out $(or $(OUT),runs/recovery.json)  ## a policy rank of 135M parameters killed beside busy processes: BUSY=n RUNS=n OUT=file
 attack: setup ; @$(BIN)/python -m pytest -m attack  ## tests that attack running services
 corrupt: setup ; @$(BIN)/python -m pytest -m corrupt  ## tests that corrupt files and numbers
 fuzz: setup ; @PACELINE_FUZZ_S=$${PACELINE_FUZZ_S:-60} $(BIN)/python -m pytest -m fuzz --timeout=600  ## noise for every decoder, 60 s each, and more orders of events

@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,9 @@ _LIMIT_S, _END_S, _LOOK_S = 1200.0, 60.0, 0.2
 _ALARM = r"(?!.*(does not answer|no progress))"  # a server or a step is late, no process has died
 _DEATH = re.compile(rf"^\w+ (died|given_up|impaired)\b{_ALARM}.*$", re.MULTILINE)
 _ERROR = re.compile(r"^.*(\[(error|critical) *\]|Traceback \(most recent).*$", re.MULTILINE)
+_DIES = "from paceline.local.processes import die_with_parent\ndie_with_parent()\n"
 _BUSY = """
 import random, sys, time
-from paceline.local.processes import die_with_parent
-die_with_parent()
 draw = random.Random(sys.argv[1])
 while True:
     end_s = time.monotonic() + draw.uniform(0.1, 3.0)
@@ -160,36 +159,57 @@ async def _make(plan: DemoPlan, *within: str) -> tuple[int, list[str]]:
                 await process.wait()
     finally:
         ended = process.returncode
-        if ended is None:
-            process.terminate()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await process.wait()
-        left = marked(_MARK, str(plan.out))
-        for one in left:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-    return -signal.SIGALRM if ended is None else ended, [str(one) for one in left]
+        left = await end_run(process, _MARK, str(plan.out))
+    return -signal.SIGALRM if ended is None else ended, left
+
+
+async def end_run(process: asyncio.subprocess.Process, variable: str, value: str) -> list[str]:
+    """Ends a run and each process that has inherited this value of a variable; returns the
+    processes that outlived the run.
+    """
+    if process.returncode is None:
+        process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+    left = marked(variable, value)
+    for one in left:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    return [str(one) for one in left]
+
+
+@asynccontextmanager
+async def spinning(program: str, names: Sequence[str]) -> AsyncIterator[None]:
+    """Runs one process of a Python program for each name. Each process has a session of its own,
+    because the kernel shares the cores between sessions.
+    """
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", f"{_DIES}{program}", name),
+            env=child_environment(),
+            start_new_session=True,
+        )
+        for name in names
+    ]
+    try:
+        yield
+    finally:
+        for one in processes:
+            one.kill()
+            await one.wait()
 
 
 async def _starve(plan: DemoPlan, found: Starved, busy: int) -> None:
     stopper, began_s = Stopper(found.seed, str(plan.out)), time.monotonic()
-    spinning = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _BUSY, f"{found.seed} {number}"), env=child_environment()
-        )
-        for number in range(busy)
-    ]
-    stopping = asyncio.create_task(stopper.stop_all())
-    try:
-        found.status, found.wrong["left_over"] = await _make(plan, "nice", "-n", "19")
-    finally:
-        stopping.cancel()
-        with suppress(asyncio.CancelledError):
-            await stopping
-        for one in spinning:
-            one.kill()
-            await one.wait()
+    async with spinning(_BUSY, [f"{found.seed} {number}" for number in range(busy)]):
+        stopping = asyncio.create_task(stopper.stop_all())
+        try:
+            found.status, found.wrong["left_over"] = await _make(plan, "nice", "-n", "19")
+        finally:
+            stopping.cancel()
+            with suppress(asyncio.CancelledError):
+                await stopping
     found.starved_s = round(time.monotonic() - began_s, 1)
     found.stops = {stopper.names[pid]: len(each) for pid, each in stopper.stops.items() if each}
     found.longest_stop_s = round(

@@ -213,8 +213,8 @@ class CoordinatorConfig(ServiceConfig):
     tensorboardX, wandb, trackio).
     """
     stall_alarm_s: float = Field(default=30.0, ge=0)
-    """Time without progress before console, log and a metric report the waiting services, seconds;
-    0: never.
+    """Time without progress before console, log and a metric report the waiting services, seconds.
+    The machine's load stretches it. 0: never.
     """
     evaluation: EvaluationConfig = EvaluationConfig()
     rollback_drop: float = Field(default=0.3, ge=0)

@@ -7,6 +7,7 @@ import time
 
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.local.news import tell_supervisor
+from paceline.local.patience import patient
 from paceline.rpc.progress import AGENTS, ASK_S, Activity, ask_progress, chain_text, wait_chain
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.machine import events
@@ -79,20 +80,20 @@ class StallWatch:
     async def run(self) -> None:
         """Looks whenever nothing has been heard for the alarm's time; ends never."""
         while self._alarm_s:
-            still_s = await self._look()
-            await asyncio.sleep(max(self._alarm_s - still_s, min(_LOOK_AGAIN_S, self._alarm_s)))
+            still_s, alarm_s = await self._look(), patient(self._alarm_s)
+            await asyncio.sleep(max(alarm_s - still_s, min(_LOOK_AGAIN_S, alarm_s)))
 
     async def _look(self) -> float:
         """Seconds without progress of all who are waited for; tells when they are too many."""
-        still_s = time.monotonic() - self._activity.moved_s
+        still_s, alarm_s = time.monotonic() - self._activity.moved_s, patient(self._alarm_s)
         due = self._activity.doing and not self._rests
-        if not due or still_s < self._alarm_s:
+        if not due or still_s < alarm_s:
             return still_s if due else 0.0
         parts = (await self.progress()).parts
         chain = wait_chain(parts, NAME)
         still_s = min(part.still_s for part in chain if part.doing)
         nobody_came = chain[-1].name == AGENTS and self._calls.config.open_traffic
-        if still_s < self._alarm_s or nobody_came:
+        if still_s < alarm_s or nobody_came:
             self._over()
             return still_s
         self._tell(still_s, chain)
@@ -123,10 +124,11 @@ class StallWatch:
         self._alarm = self._culprit = ""
 
     async def _asked(self, service: Service) -> list[Part]:
+        connection, answer_s = self._calls.peers.channels[service], patient(ASK_S)
         try:
-            parts = list((await ask_progress(self._calls.peers.channels[service])).parts)
+            parts = list((await ask_progress(connection, answer_s)).parts)
         except DeadlineExceeded:
-            parts = [Part(name=service, trouble=f"does not answer within {ASK_S:g} s")]
+            parts = [Part(name=service, trouble=f"does not answer within {answer_s:.0f} s")]
         except PacelineError as error:
             parts = [Part(name=service, trouble=f"does not answer: {error.message}")]
         if (absence := self._calls.absent.get(service)) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from paceline.errors import PacelineError, Unavailable
-from paceline.rpc.progress import ask_progress
+from paceline.local.patience import patient
+from paceline.rpc.progress import ASK_S, ask_progress
 from paceline.services.coordinator.calls.base import Absence, Calls
 from paceline.services.coordinator.machine import commands, events
 from paceline.services.coordinator.machine.state import OPTIONAL, Service
@@ -53,7 +54,7 @@ async def _healthy_again(calls: Calls, command: commands.AwaitService, absence: 
 async def _gets_on(calls: Calls, service: Service, limit_s: float) -> bool:
     """Whether a service that is not healthy answers, and a part of it has made progress."""
     try:
-        parts = (await ask_progress(calls.peers.channels[service])).parts
+        parts = (await ask_progress(calls.peers.channels[service], patient(ASK_S))).parts
     except PacelineError:
         return False
     return any(part.still_s < limit_s for part in parts if part.doing)

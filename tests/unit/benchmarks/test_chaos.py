@@ -22,6 +22,7 @@ from benchmarks.chaos import verdict as verdict_module
 from benchmarks.chaos.files import FileWatch, Keeper
 from benchmarks.chaos.happenings import Happenings
 from benchmarks.chaos.proxy import PUSH_BYTES, Proxy
+from benchmarks.chaos.recovery import Run, judge_recoveries
 from benchmarks.chaos.remains import Remains, logged_commands, read_remains, weights_hash
 from benchmarks.chaos.schedule import KINDS, Action, deal
 from benchmarks.chaos.starve import deaths, errors
@@ -448,6 +449,36 @@ def test_a_starved_run_is_judged_by_deaths_and_errors_and_not_by_alarms() -> Non
         "Traceback (most recent call last):",
     ]
     assert errors("\n".join(lines)) == lines[1:]
+
+
+def test_a_recovery_is_judged_by_its_seconds_and_by_all_faults_but_the_kill(tmp_path: Path) -> None:
+    run = Run(tmp_path, tmp_path / "model")
+    lines = [
+        "policy_trainer impaired: rank 0 of policy_trainer.rank was killed by SIGKILL (pid 7)",
+        "coordinator impaired: no progress for 31 s: coordinator waits (pid 7)",
+        "policy_trainer recovered: its ranks work again after 9.1 s (pid 7)",
+    ]
+    for line in lines:
+        run.happenings.tell("console", line)
+    assert run.alarms() == lines[1:2]
+    (logs := tmp_path / "run" / "logs").mkdir(parents=True)
+    lost = "[error    ] ranks lost error='rank 0 of policy_trainer.rank was killed by SIGKILL'"
+    (logs / "policy_trainer.log").write_text(f"{lost}\n[error    ] redis is away\n")
+    assert run.errors() == ["[error    ] redis is away"]
+
+    row = {
+        "recovery s": 31.0,
+        "load s": 9.0,
+        "step s": 12.0,
+        "status": 0,
+        "alarms": [],
+        "errors": [],
+    }
+    assert all(goal.met for goal in judge_recoveries([row]))
+    late = row | {"recovery s": 31.2}
+    assert [goal.met for goal in judge_recoveries([row, late])] == [False, True, True, True]
+    wrong = row | {"status": 1, "alarms": lines[1:2], "errors": run.errors()}
+    assert [goal.met for goal in judge_recoveries([row, wrong])] == [True, False, False, False]
 
 
 def test_a_hash_of_weights_forgets_the_order_and_the_header(tmp_path: Path) -> None:

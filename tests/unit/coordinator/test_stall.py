@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
@@ -11,7 +12,10 @@ from metric_points import points
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.config import AddressesConfig, SecurityConfig
+from paceline.local.patience import VARIABLE
 from paceline.local.ports import free_port
+from paceline.rpc import Server
+from paceline.rpc.progress import ASK_S, add_progress
 from paceline.services.coordinator import metrics
 from paceline.services.coordinator.calls.base import Calls
 from paceline.services.coordinator.calls.peers import Peers
@@ -26,7 +30,7 @@ from paceline.services.coordinator.machine.state import (
     State,
 )
 from paceline.services.coordinator.stall import StallWatch
-from paceline.v1.progress_pb2 import GetProgressResponse
+from paceline.v1.progress_pb2 import GetProgressResponse, Part
 
 ROLLS_OUT = State(phase=Phase.RUNNING, rollouts=RolloutTrack(Phase.ROLLOUT))
 TRAINS = State(phase=Phase.RUNNING, learner=LearnerTrack(Phase.POLICY))
@@ -34,12 +38,12 @@ COMMITS = State(phase=Phase.RUNNING, learner=LearnerTrack(Phase.COMMIT))
 RESTS = State(phase=Phase.PAUSED, paused=True)
 BEGAN = events.StepBegan(0.0, 0)
 GATEWAY, POLICY = Service.GATEWAY, Service.POLICY_TRAINER
-AT_ONCE_S = 1e-6
+AT_ONCE_S = 1e-9
 """Any time without progress is too long."""
 
 
 class Watched:
-    """The watch of a run whose services are all away."""
+    """The watch of a run."""
 
     def __init__(self, peers: Peers) -> None:
         config = CoordinatorConfig(tasks_path="tasks", stall_alarm_s=AT_ONCE_S)
@@ -61,7 +65,7 @@ class Watched:
 async def watched() -> AsyncIterator[Watched]:
     nobody = {service.value: f"127.0.0.1:{free_port()}" for service in Service}
     peers = Peers.open(AddressesConfig.model_validate(nobody), SecurityConfig())
-    yield Watched(peers)
+    yield Watched(peers)  # all services are away
     await peers.close()
 
 
@@ -103,3 +107,32 @@ async def test_an_alarm_counts_once_for_each_time_that_the_run_stands_still(
         await watched._watch._look()  # it still does
         assert not (await watched.told(events.Paused(1.0), RESTS)).alarm
     assert points(metric_reader, metrics, "alarms") == {("gateway",): 2}
+
+
+@pytest.mark.parametrize(("patience", "alarms"), [("0.5", True), ("10", False)])
+async def test_a_service_that_answers_late_on_a_busy_machine_gets_on(
+    monkeypatch: pytest.MonkeyPatch, patience: str, alarms: bool
+) -> None:
+    async def late() -> GetProgressResponse:
+        await asyncio.sleep(1.25 * ASK_S)
+        return GetProgressResponse(parts=[Part(name=POLICY, doing="trains", still_s=0.0)])
+
+    addresses = {service.value: f"127.0.0.1:{free_port()}" for service in Service}
+    server = Server(addresses[POLICY], SecurityConfig())
+    add_progress(server, late)
+    await server.start()
+    peers = Peers.open(AddressesConfig.model_validate(addresses), SecurityConfig())
+    monkeypatch.setenv(VARIABLE, patience)
+    progress = await Watched(peers).told(BEGAN, TRAINS)
+    assert bool(progress.alarm) == alarms
+    assert bool(progress.parts[2].trouble) == alarms
+    await peers.close()
+    await server.stop(0.0)
+
+
+@pytest.mark.parametrize(("patience", "alarms"), [("1", True), ("1e12", False)])
+async def test_a_run_may_stand_still_for_longer_on_a_busy_machine(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, patience: str, alarms: bool
+) -> None:
+    monkeypatch.setenv(VARIABLE, patience)
+    assert bool((await watched.told(BEGAN, ROLLS_OUT)).alarm) == alarms
