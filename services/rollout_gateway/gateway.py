@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 import tempfile
@@ -121,8 +122,9 @@ class Gateway:
         self.samples_left = 0  # of RunTasks calls
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
+        self._arming = asyncio.Lock()
         self.quarantined = Quarantined(self.router, config.engine.command_deadline_s)
-        self.router.on_ready = self._equip
+        self.router.on_ready, self.router.orders = self._equip, self._orders
         self.router.loans.on_return = self.weights.take_memory
         guard = EpochGuard(config.security, self.state and self.state / LENDING_EPOCHS)
         lent = self.state and self.state / "lent.json"
@@ -265,13 +267,18 @@ class Gateway:
         bandit.
         """
         check_arm(self.router.ready, arm)
-        before, self._forced_arm = self._forced_arm, arm
-        answers = await self.router.ask_all(_speculation(arm))
-        for answer in answers:
-            if isinstance(answer, InvalidInput):
-                self._forced_arm = before
-            if isinstance(answer, PacelineError):
-                raise answer
+        async with self._arming:  # a refused arm gives way to the arm before it
+            before, self._forced_arm = self._forced_arm, arm
+            answers = await self.router.ask_all(_speculation(arm))
+            for answer in answers:
+                if isinstance(answer, InvalidInput):
+                    self._forced_arm = before
+                if isinstance(answer, PacelineError):
+                    raise answer
+
+    def _orders(self) -> object:
+        """What `_equip` gives a worker."""
+        return self.quarantined.paths, self._forced_arm, self.weights.versions
 
     async def _equip(self, process: WorkerProcess) -> None:
         """What a worker gets before its first request.
@@ -285,9 +292,7 @@ class Gateway:
             raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
         await self.weights.load_committed(process)
         await self.quarantined.tell(process)
-        if self._forced_arm:
-            await self._force(process)
-        await self.weights.load_committed(process)  # what was committed meanwhile
+        await self._force(process)
 
     async def _force(self, process: WorkerProcess) -> None:
         """The forced arm, on a worker that starts; one whose kind has come to rest drafts nothing,

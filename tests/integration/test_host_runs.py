@@ -30,6 +30,14 @@ to = http.client.HTTPConnection(url.hostname, url.port, timeout=20)
 to.request("GET", f"/?{url.query}")
 print(to.getresponse().status)
 """  # the page answers with a cookie and sends the browser on
+COLLECT = """
+import sys
+from otlp_receiver import receiving
+with receiving("[::1]") as receiver:
+    print(receiver.endpoint, flush=True)
+    sys.stdin.read()
+    print(*sorted({span.service for span in receiver.spans} & {*receiver.metrics}))
+"""
 
 
 def finished(out: Path, within: tuple[str, ...] = ()) -> Path:
@@ -146,6 +154,29 @@ def test_a_host_that_has_only_the_ipv6_loopback_runs_everything(
             assert url.startswith("http://[::1]:")
         finally:
             page.kill()
+
+
+@WITH_NAMESPACES
+@pytest.mark.network
+def test_a_collector_on_the_ipv6_loopback_gets_spans_and_metrics(
+    only_ipv6: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = Path(__file__).parents[1]
+    with subprocess.Popen(
+        [*only_ipv6.within, sys.executable, "-c", COLLECT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])},
+    ) as collector:
+        try:
+            assert collector.stdout is not None
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.stdout.readline().strip())
+            finished(tmp_path, only_ipv6.within)
+            services, _ = collector.communicate("", timeout=patient(60))
+        finally:
+            collector.kill()
+    assert {"coordinator", "gateway", "drafter_trainer"} <= {*services.split()}
 
 
 @WITH_NAMESPACES

@@ -106,8 +106,9 @@ class Spool:
     @property
     def damaged(self) -> frozenset[Part]:
         """Parts of the serving set that the last check found damaged or gone."""
-        serving = self.serving
-        return frozenset(part for part in self._damaged if serving and named(part, [serving]))
+        # a copy: checks in other threads change the set
+        serving, damaged = self.serving, tuple(self._damaged)
+        return frozenset(part for part in damaged if serving and named(part, [serving]))
 
     def path(self, target: int, version: int) -> Path:
         """Directory of a version; raises NotFound when it is absent."""

@@ -18,7 +18,7 @@ from paceline.errors import DataLoss
 from paceline.services.drafter_trainer.config import DrafterOptimizerConfig
 from paceline.services.drafter_trainer.learn.membership import Members
 from paceline.speculators.net import DraftNet
-from paceline.training.checkpoints import copy_local, sharded_like
+from paceline.training.checkpoints import copy_local, copy_on_cpu
 from paceline.training.muon import MOMENTUM
 from paceline.training.offload import Aside, bring_back, give_back_cached, lay_aside
 from paceline.training.optimizer import MOMENTS, NamedOptimizer
@@ -87,11 +87,11 @@ class ShardedDrafter:
                 found[f"gradient/{name}"] = parameter.grad
         return {key: local_of(value) for key, value in found.items()}
 
-    def local_on_cpu(self) -> dict[str, Tensor]:
-        """The same on the CPU, wherever the numbers are now; not to be written to."""
+    def numbers(self) -> dict[str, Tensor]:
+        """The same, wherever the numbers are now; not to be written to."""
         if self._aside is not None:
             return {key: aside.copy for key, aside in self._aside.items()}
-        return {key: value.detach().cpu() for key, value in self.local().items()}
+        return {key: value.detach() for key, value in self.local().items()}
 
     def zero_gradients(self) -> None:
         """Gives every parameter a gradient of zeros."""
@@ -114,26 +114,23 @@ class ShardedDrafter:
         """Copies on the CPU, sharded as here: "model" and "average" by name, "optimizer" with
         "state" by name.
         """
-        on_device = self._aside is None and self.members.device.type != "cpu"
-        copies = {
-            key: value if on_device else value.clone() for key, value in self.local_on_cpu().items()
+        numbers, mesh = self.numbers(), self.members.cpu_mesh
+
+        def copy(like: Tensor, key: str) -> Tensor:
+            return copy_on_cpu(like, mesh, numbers=lambda _: numbers[key])
+
+        model, averages = self.net.state_dict(), self._averages
+        moments = {name: self.optimizer.moments(name) for name in self.parameters}
+        return {
+            "model": {name: copy(one, f"model/{name}") for name, one in model.items()},
+            "average": {name: copy(one, f"average/{name}") for name, one in averages.items()},
+            "optimizer": {
+                "state": {
+                    name: {key: copy(one, f"{key}/{name}") for key, one in own.items()}
+                    for name, own in moments.items()
+                }
+            },
         }
-        mesh = self.members.cpu_mesh
-        parts = {
-            part: {name: sharded_like(like, copies[f"{part}/{name}"], mesh) for name, like in items}
-            for part, items in (
-                ("model", self.net.state_dict().items()),
-                ("average", self._averages.items()),
-            )
-        }
-        optimizer = {
-            name: {
-                key: sharded_like(value, copies[f"{key}/{name}"], mesh)
-                for key, value in self.optimizer.moments(name).items()
-            }
-            for name in self.parameters
-        }
-        return {**parts, "optimizer": {"state": optimizer}}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +183,7 @@ def move(
     `whole` is the unsharded drafter, for its shapes. `sizes` are the numbers of members before and
     after. `gradients`: whether to move a partial gradient.
     """
-    source = old.local_on_cpu() if old else {}
+    source = {key: value.cpu() for key, value in old.numbers().items()} if old else {}
     if old and gradients:
         for name in old.parameters:
             source.setdefault(f"gradient/{name}", torch.zeros_like(source[f"model/{name}"]))

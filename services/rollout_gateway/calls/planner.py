@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.errors import InvalidInput, TrainabilityError
+from paceline.errors import FailedPrecondition, InvalidInput, TrainabilityError
 from paceline.services.rollout_gateway.calls.aside import LargeRequests
 from paceline.services.rollout_gateway.calls.call import Plan, generation_seed
 from paceline.services.rollout_gateway.calls.checks import check_request
@@ -20,7 +20,7 @@ from paceline.services.rollout_gateway.config import GatewayConfig
 from paceline.services.rollout_gateway.engines.nouns import Capability
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED, Sampling, check_length
 from paceline.services.rollout_gateway.engines.worker import wire
-from paceline.services.rollout_gateway.sessions.assignment import Assignment
+from paceline.services.rollout_gateway.sessions.assignment import Assignment, SessionState
 from paceline.services.rollout_gateway.sessions.registry import Sessions
 from paceline.services.rollout_gateway.sessions.samples import overridden
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
@@ -216,13 +216,18 @@ class Planner:
         return drawn
 
     def _within(self, session: Session | None, plans: list[Plan], *, implicit: bool) -> list[Plan]:
-        """The plans as part of a session, if there is one or is to be one."""
+        """The plans within their session, given or implicit.
+
+        An implicit session may have ended while the prompt was prepared, and may refuse to train
+        the sampling. Its plans then begin another session.
+        """
         if session is not None:
             try:
                 for ahead, plan in enumerate(plans):
                     session.check(plan.sampling, ahead)
-            except TrainabilityError:
-                if not implicit:
+            except (TrainabilityError, FailedPrecondition) as error:
+                quota = session.state is SessionState.OPEN and isinstance(error, FailedPrecondition)
+                if quota or not implicit:
                     raise
                 session, plans = None, [replace(plan, parent=None) for plan in plans]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,7 @@ class _SessionModel:
         self._job = job
         self._session = session
         self.silence: asyncio.Timeout | None = silence  # None: the environment has ended
+        self._calls = itertools.count()  # each names its completion, also of calls at once
         self._under_way = 0
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -123,7 +125,7 @@ class _SessionModel:
         self._session.score(Grant(reward, last.completion_id))
 
     def _asked(self, size: int = 0) -> Asked:
-        name = f"{self._session.session_id}.{self._session.generations}"
+        name = f"{self._session.session_id}.{next(self._calls)}"
         arm = self._job.request.forced_arm
         return Asked(Caller(self._session), self._sampling, name, forced_arm=arm, size=size)
 
@@ -143,8 +145,7 @@ class _SessionModel:
         finally:
             self._under_way -= 1
             if not self._under_way:
-                now = asyncio.get_running_loop().time()
-                self._count_silence(now + self._job.silence_s)
+                self._count_silence(asyncio.get_running_loop().time() + self._job.silence_s)
 
     def _count_silence(self, until_s: float | None) -> None:
         if self.silence is not None:

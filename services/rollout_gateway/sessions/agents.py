@@ -220,9 +220,7 @@ class Agents:
         self._unsent[session_id] -= 1
         if not self._unsent[session_id]:
             del self._unsent[session_id]
-            if (
-                session_id not in self.sessions
-            ):  # a later attempt under the same id has a record of its own by now
+            if session_id not in self.sessions:  # else the record is a later attempt's
                 self._records.ended(session_id)
 
     async def _recorded(self, session: Session) -> None:

@@ -126,12 +126,16 @@ class Loans:
         except Unavailable:
             return 0  # lost; the next one gives its memory back before it serves
 
-    async def started(self, seat: Seat, process: WorkerProcess) -> None:
-        """The process of a lent worker gives its memory back before it serves."""
-        if seat.lent:
+    async def follow(self, seat: Seat, process: WorkerProcess, *, away: bool) -> bool:
+        """Has a worker that starts give its memory back while its seat is lent, and take its memory
+        again when the seat returns. Returns whether the memory is away now.
+        """
+        lent = seat.lent
+        if lent and not away:
             await self.free(process)
-            if not seat.lent and self.on_return is not None:  # taken back meanwhile
-                await self.on_return(process)
+        elif away and not lent and self.on_return is not None:
+            await self.on_return(process)
+        return lent
 
     async def free(self, process: WorkerProcess) -> int:
         """A worker gives its memory back; returns bytes, 0 where it keeps it."""

@@ -64,6 +64,8 @@ class Router:
         self.loans = Loans(self._seats, self._held, config.command_deadline_s, self._place)
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
         """Awaited before a worker gets requests: loads the committed versions."""
+        self.orders: Callable[[], object] = lambda: None
+        """Compared before and after `on_ready`: whatever every worker has to obey now."""
         self.rows_dropped = [0] * count
         self.metrics = EngineMetrics(config.kind)
         self.probes = Probes(self._flush, self._deliver_all, self.abort)
@@ -223,10 +225,13 @@ class Router:
                 seat.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
     async def equip(self, seat: Seat, process: WorkerProcess) -> None:
-        """See Routing."""
-        if self.on_ready is not None:
-            await self.on_ready(process)
-        await self.loans.started(seat, process)
+        """See Routing. Orders that come meanwhile reach the worker, too."""
+        given, away = object(), False
+        while given != (now := (self.orders(), seat.lent)):
+            given = now
+            if self.on_ready is not None:
+                await self.on_ready(process)
+            away = await self.loans.follow(seat, process, away=away)
 
     def serves(self, seat: Seat) -> None:
         """See Routing."""

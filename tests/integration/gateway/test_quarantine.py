@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,11 @@ from paceline.config import SecurityConfig
 from paceline.errors import FailedPrecondition, InvalidInput
 from paceline.local.patience import patient
 from paceline.rpc import leased, rpc_errors
+from paceline.services.rollout_gateway.calls.call import Plan
+from paceline.services.rollout_gateway.config import GatewayConfig
+from paceline.services.rollout_gateway.engines.sampling import Sampling
+from paceline.services.rollout_gateway.gateway import Gateway
+from paceline.services.rollout_gateway.workers.process import WorkerProcess
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -55,6 +62,38 @@ async def test_arms_in_quarantine_draft_nothing_on_any_worker_whoever_asks_for_t
         await served.stub.Quarantine(asked(served, f"arm={NGRAM}", "reused"))
         assert await arms_used(served) == {"off"}
         assert served.config.engine.workers == 1
+
+
+@pytest.mark.parametrize(("order", "arm"), [("quarantine", "off"), ("arm", NGRAM)])
+async def test_a_worker_obeys_an_order_that_comes_while_the_worker_is_equipped(
+    model_dir: Path, script: dict[str, Any], order: str, arm: str
+) -> None:
+    path = model_dir.parent / "script.json"
+    path.write_text(json.dumps(script | {"arms": ["off", EAGLE, NGRAM]}))
+    settings = {
+        "model": str(model_dir),
+        "engine": {"kind": "scripted", "workers": 1, "script": str(path)},
+        "speculation": {"forced_arm": EAGLE},
+    }
+    gateway = Gateway(GatewayConfig.model_validate(settings))
+    equip = gateway.router.on_ready
+    assert equip is not None
+
+    async def equip_slowly(process: WorkerProcess) -> None:
+        await equip(process)
+        if order == "arm":
+            await gateway.set_arm(NGRAM)
+        else:
+            await gateway.quarantined.add([f"arm={EAGLE}"])
+
+    gateway.router.on_ready = equip_slowly
+    try:
+        await gateway.start()
+        call = gateway.call(Plan((5, 6), sampling=Sampling(seed=1, max_tokens=8)))
+        await call.run()
+        assert {span.arm for span in call.whole.draw_spans} == {arm}
+    finally:
+        await gateway.stop()
 
 
 async def test_drafted_stands_for_every_arm_and_what_cannot_be_turned_off_is_told(

@@ -74,6 +74,40 @@ async def test_a_task_is_solved_with_the_calculator_and_with_python(
     )
 
 
+AT_ONCE = """
+import asyncio
+
+from paceline.services.rollout_gateway.chat.messages import Message
+from paceline.services.rollout_gateway.environments.base import Episode
+
+
+class AtOnce:
+    def __init__(self, equipment):
+        pass
+
+    async def run(self, task, model):
+        async def talk(letter, reward):
+            await model.chat([Message("user", letter * 5000)])
+            model.score(reward)
+
+        await asyncio.gather(talk("a", 1.0), talk("b", 0.0))
+        return Episode(task, "", "stop")
+"""
+
+
+async def test_each_of_two_long_conversations_at_once_gets_its_own_reward(
+    serve_gateway: Any, model_dir: Any, script: dict[str, Any], tmp_path: Path
+) -> None:
+    teach(model_dir, script)
+    script["max_sequence_tokens"] = 8192
+    file = tmp_path / "at_once.py"
+    file.write_text(AT_ONCE, encoding="utf-8")
+    tasks = [rpb.TaskSpec(task_id="two", prompt="two", answer="2", group_id="g")]
+    async with serve_gateway(environments={"at_once": f"{file}:AtOnce"}) as served:
+        samples = await ran(served, tasks, "at_once", "math_answer")
+    assert samples["two"].reward.value == 0.5  # the mean of its two branches
+
+
 async def test_the_messages_of_a_task_are_asked_as_a_conversation(
     serve_gateway: Any, model_dir: Any, script: dict[str, Any]
 ) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +239,34 @@ def test_over_a_damaged_list_of_sets_nothing_serves_or_goes_until_one_is_committ
     again.check_sets()
     assert names(tmp_path) == {"policy-3", "versions.json"}
     assert Spool(tmp_path).serving == VersionSet(3, 3, 0)
+
+
+def test_damaged_parts_are_listed_while_another_thread_checks_parts(tmp_path: Path) -> None:
+    spool, over = Spool(tmp_path), threading.Event()
+    for number in (1, 2):
+        spool.write(*version(P, number))
+        spool.commit(VersionSet(number, number, 0))
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / f"policy-{number}")
+
+    def check_parts() -> None:
+        while not over.is_set():
+            for number in range(1, 20):  # 3 and later ones are not named by a set
+                with suppress(DataLoss):
+                    spool.check(P, number)
+            spool._damaged.clear()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    checks = threading.Thread(target=check_parts)
+    checks.start()
+    try:
+        for _ in range(20_000):
+            assert spool.damaged <= {(P, 2)}
+    finally:
+        over.set()
+        checks.join()
+        sys.setswitchinterval(interval)
 
 
 def test_a_part_of_the_serving_set_is_damaged_until_it_is_written_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from paceline.services.drafter_trainer.rows.batcher import pack
 from paceline.speculators.eagle.net import EagleNet
 from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 from paceline.training.offload import bring_back, lay_aside
+from paceline.training.shards import tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]
@@ -112,6 +113,18 @@ def test_a_state_that_went_over_the_disk_goes_on_exactly(tmp_path: Path) -> None
     learn(second, 4, 8)
     assert same(weights(second), weights(whole))
     assert (second.total_steps, second.total_tokens) == (whole.total_steps, whole.total_tokens)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_state_stays_as_it_is_while_the_learner_goes_on(device: str) -> None:
+    one = learner()
+    learn(one, 0, 2)
+    # Where members compute on a GPU, an optimiser without a fused kernel counts on the CPU.
+    one.sharded.members = replace(one.sharded.members, devices=(device,))
+    state = dict(tensors_of(one.state()))
+    before = {name: value.clone() for name, value in state.items()}
+    learn(one, 2, 4)
+    assert same(state, before)
 
 
 def test_what_is_judged_and_kept_are_averages_of_the_weights_after_each_step() -> None:

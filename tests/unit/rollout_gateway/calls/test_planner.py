@@ -26,6 +26,7 @@ from paceline.services.rollout_gateway.chat.messages import ChatRequest, Message
 from paceline.services.rollout_gateway.engines.sampling import UNSEEDED
 from paceline.services.rollout_gateway.sessions.assignment import Assignment, SessionState
 from paceline.services.rollout_gateway.sessions.session import Caller, Session
+from paceline.v1 import trajectory_pb2 as tpb
 
 MODEL = {model.name: model for model in MODELS}["chatml"]
 CODEC = MODEL.codec
@@ -346,6 +347,29 @@ def test_an_implicit_session_goes_on_in_one_of_its_own_when_the_sampling_cannot_
     (third,) = chat(desk, None, *talk, Message("assistant", "84"), USER)
     assert third.session is second.session
     assert third.parent is second.session.tree.turns[0]
+
+
+def test_a_conversation_begins_another_session_when_its_own_ends_while_it_is_planned(
+    desk: Desk,
+) -> None:
+    (first,) = chat(desk, None, USER)
+    desk.answer(first, saying("42"))
+    before = first.session
+    assert before is not None
+
+    def end_session(room: int) -> tpb.SamplingParams:
+        before.close()
+        desk.sessions.remove(before)
+        return sampling()(room)
+
+    talk = ChatRequest((USER, Message("assistant", "42"), USER))
+    (second,) = desk.chat(Asked(Caller(), end_session, desk.name), talk)
+    assert second.session is not None
+    assert second.session.state is SessionState.OPEN
+    assert second.parent is None
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    desk.answer(second, saying("84"))
+    assert len(second.session.tree.turns) == 1
 
 
 def test_another_temperature_is_another_session_for_a_caller_without_one(desk: Desk) -> None:
