@@ -217,7 +217,7 @@ FEATURES = EntryLayout(
         HeaderField("temperature", NUMBER, "temperature of the draws", "temperature"),
         HeaderField("policy_version", WHOLE, "policy version of the last row", "policy_version"),
         HeaderField("lm_head_hash", TEXT, "hash of that version's lm_head", "lm_head_hash"),
-        HeaderField("layers", TEXT, "layers of the target in a row", "layers"),
+        HeaderField("layers", TEXT, "policy layers in a row", "layers"),
         HeaderField(
             "convention", TEXT, "`post_norm`: the final norm has been applied", "convention"
         ),
@@ -236,8 +236,8 @@ FEATURES = EntryLayout(
         PayloadTensor(
             "rejected_parents", "I32", ("R",), "i < T: row i; T + j: rejected row j before it"
         ),
-        PayloadTensor("hidden", "", ("T", "H"), "the target's state at the token"),
-        PayloadTensor("rejected_hidden", "", ("R", "H"), "the target's state at the draft"),
-        PayloadTensor("mask", "U8", ("T",), "1 where the policy generated the token"),
+        PayloadTensor("hidden", "", ("T", "H"), "hidden state of the policy at the token"),
+        PayloadTensor("rejected_hidden", "", ("R", "H"), "hidden state of the policy at the draft"),
+        PayloadTensor("mask", "U8", ("T",), "1 if the policy generated the token"),
     ),
 )
