@@ -230,24 +230,6 @@ async def test_news_of_a_rank_that_is_ready_before_the_others_is_not_lost(tmp_pa
         assert await group.receive(patient(10.0)) == (0, b"news")
 
 
-async def test_every_rank_receives_a_message_whose_sender_is_cancelled(ranks: RankGroup) -> None:
-    """A rank that takes no messages for a moment blocks the sender, which goes away."""
-    os.kill(ranks.pids[1], signal.SIGSTOP)
-    count, blocked = 0, False
-    while not blocked:
-        count += 1
-        try:
-            await asyncio.wait_for(ranks.send(b"%d" % count + b"x" * 100_000), 0.5)
-        except TimeoutError:
-            blocked = True
-    os.kill(ranks.pids[1], signal.SIGCONT)
-    received: dict[int, list[int]] = {0: [], 1: []}
-    while sum(map(len, received.values())) < 2 * count:
-        rank, message = await ranks.receive(10.0)
-        received[rank].append(int(message.rstrip(b"x")))
-    assert received[0] == received[1] == [*range(1, count + 1)]
-
-
 async def test_silence_ends_at_the_deadline(ranks: RankGroup) -> None:
     with pytest.raises(DeadlineExceeded):
         await ranks.receive(0.1)

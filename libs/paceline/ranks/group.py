@@ -41,7 +41,6 @@ CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
 _READY, _DATA = b"r", b"d"
 _MESSAGES_QUEUED = 64
 _SEND_S = 10.0
-_RETRY_S = 0.05
 C = TypeVar("C", bound=Config)
 
 
@@ -103,8 +102,6 @@ class RankGroup:
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
         self._folder = ""
-        self._sending: set[asyncio.Future[None]] = set()
-        self._turn = asyncio.Lock()  # each rank receives all messages in one order
         self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
         self._clock = WorkClock(lambda: self.pids)
         self.on_progress: Callable[[int, bytes], bool] = lambda rank, message: False
@@ -163,36 +160,18 @@ class RankGroup:
             raise
 
     async def send(self, message: bytes) -> None:
-        """Send one message to every rank, also where the caller is cancelled meanwhile: ranks that
-        meet in collectives need the same messages. Raises RankLost when one is gone, or takes no
-        messages: all are killed then.
-        """
-        sending = asyncio.ensure_future(self._send(message))
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
-        await asyncio.shield(sending)
-
-    async def _send(self, message: bytes) -> None:
-        async with self._turn:
-            for rank in self._ranks:
-                await self._send_to(rank, message)
-
-    async def _send_to(self, rank: int, message: bytes) -> None:
-        """Waits while a rank that runs has unread messages up to the limit of its queue."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + patient(_SEND_S)
-        while loop.time() < end:
+        """Send one message to every rank. Raises RankLost when one is gone."""
+        for rank in self._ranks:
             self._raise_if_lost()
             try:
-                async with asyncio.timeout_at(end):
+                async with asyncio.timeout(patient(_SEND_S)):
                     await self._open.send_multipart([b"%d" % rank, _DATA, message])
-                return
-            except zmq.ZMQError:  # a full queue too
-                await asyncio.sleep(_RETRY_S)
-            except TimeoutError:
-                break
-        self.kill()
-        raise RankLost(f"rank {rank} of {self._name} takes no messages for {_SEND_S} s and more")
+            except zmq.ZMQError as error:
+                raise RankLost(f"rank {rank} of {self._name} is not connected") from error
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"rank {rank} of {self._name} takes no messages for {_SEND_S} s and more"
+                ) from error
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """The next message of any rank, as (rank, bytes).
