@@ -32,7 +32,7 @@ of 7B, 32B and 235B-A22B (of 235 billion weights a token is multiplied with 22).
   8 GPUs or assumed.
 - Computed: a push to many hosts, and every figure on this page. The arithmetic of the push is
   compared with sends one by one in a test. Ranks of the trainer send their rows to one
-  gateway; hosts of engine workers that do not share its spool copy from it by such a tree.
+  gateway.
 - Computed and nothing else: 235B-A22B. Mixtures of experts are served by SGLang, and not trained.
 
 Bytes are exact but for norms, biases and routers. Memory is the sum that `paceline plan` makes,

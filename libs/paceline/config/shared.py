@@ -106,11 +106,6 @@ class SecurityConfig(Config):
     """
     allow_insecure: bool = False
     """Listen and connect beyond loopback without token, TLS and CURVE."""
-    plain_ranks: bool = False
-    """Let ranks of a trainer on several hosts exchange weights and gradients as they are: neither
-    gloo, as torch is built, nor NCCL has TLS or asks for a token. For a network that these hosts
-    alone reach.
-    """
 
     @property
     def token(self) -> str:

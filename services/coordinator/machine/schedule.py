@@ -145,9 +145,8 @@ def can_judge(state: State) -> bool:
     """Whether a worker may try the next set before the others: where there are two or more, one of
     them that the drafter does not have.
     """
-    counted = state.workers.counted
-    stay = len(state.workers) - counted(WorkerState.ABSENT) - counted(WorkerState.LEAVING)
-    return stay < 2 or counted(WorkerState.TRAINING) < stay
+    workers = state.workers
+    return len(workers) < 2 or workers.counted(WorkerState.TRAINING) < len(workers)
 
 
 def at_rest(state: State) -> bool:

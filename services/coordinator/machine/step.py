@@ -14,9 +14,9 @@ track,
 of which DRAFTER is passed at once outside the serial drafter's schedule. In the schedule `sync` the
 tracks take turns; in the others they are several steps apart.
 
-Two things have states beside the phases: each worker (WORKER_TRANSITIONS; `staff.py` has those that
-join and leave), and the drafter's lease, which is over before its workers generate again and, where
-they share slots, before the policy trains. Whatever loses a call, a service that is away or a
+Two things have states beside the phases: each worker (WORKER_TRANSITIONS), and the drafter's lease,
+which is over before its workers generate again and, where they share slots, before the policy
+trains. Whatever loses a call, a service that is away or a
 coordinator that is started again, has it made once more: under a new epoch, and what the old one
 still answers is late, as is everything that comes a second time. A late event changes nothing and
 is answered by Refuse; one that cannot happen raises MachineError.
@@ -40,9 +40,7 @@ from paceline.services.coordinator.machine import (
     events,
     losses,
     policy,
-    ranks,
     rollout,
-    staff,
 )
 from paceline.services.coordinator.machine.commands import Command
 from paceline.services.coordinator.machine.decision import Decision, refused
@@ -51,14 +49,11 @@ from paceline.services.coordinator.machine.marks import (
     begin,
     call,
     group,
-    joining,
     learner_call,
     lease,
     lease_or_call,
-    leaving,
     newest_lease,
     none,
-    resharding,
     rollout_call,
     set_number,
     share,
@@ -129,14 +124,6 @@ EVENTS: dict[type[events.Event], EventRow] = {
     events.DrafterChosen: EventRow(LIVE, none, choice.drafter_chosen),
     events.DrafterUnpinned: EventRow(LIVE, none, choice.drafter_unpinned),
     events.ProfileChosen: EventRow(LIVE, none, choice.profile_chosen),
-    events.WorkersRequested: EventRow(LIVE, none, staff.workers_requested),
-    events.DrainRequested: EventRow(LIVE, none, staff.drain_requested),
-    events.WorkersJoined: EventRow(LIVE, joining, staff.workers_joined),
-    events.JoinRefused: EventRow(LIVE, joining, staff.join_refused),
-    events.WorkersLeft: EventRow(LIVE, leaving, staff.workers_left),
-    events.RanksRequested: EventRow(LIVE, none, ranks.ranks_requested),
-    events.RanksChanged: EventRow({Phase.POLICY}, resharding, ranks.ranks_changed),
-    events.RanksKept: EventRow({Phase.POLICY}, resharding, ranks.ranks_kept),
     events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
     events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
     events.StepBegan: EventRow(RUNNING, step_number, rollout.step_began),
