@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -103,16 +103,7 @@ class PolicyTrainerConfig(ServiceConfig):
     """Device of the ranks; auto: CUDA if each rank has its own GPU."""
     ranks: int = Field(default=0, ge=0)
     """Number of ranks, each on a slot; 0 is min(2, cores), in a whole run on GPUs as many as there
-    are of slots and GPUs. `paceline set-ranks` changes it while a run goes on.
-    """
-    hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Ranks on each host, the trainer's own first; empty: all on that. The others run
-    `python -m paceline.services.policy_trainer.rank_host`, each with its number. No host gets more
-    by `paceline set-ranks`.
-    """
-    interface: str = ""
-    """Network interface by which ranks on this host reach those on others; empty: the one of the
-    trainer's address, on another host the one that leads there.
+    are of slots and GPUs.
     """
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""

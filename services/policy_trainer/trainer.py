@@ -127,7 +127,7 @@ class PolicyTrainer:
     def started(self) -> None:
         """The rank takes commands from now on."""
         if self.zero:
-            self.zero.tell(Started(self.progress, self.learner.mesh.device_type))
+            self.zero.tell(Started(self.progress))
             for fault in self._damaged:
                 self.zero.tell(Impaired(f"{fault}; the checkpoint before it is taken"))
 

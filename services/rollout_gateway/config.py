@@ -12,7 +12,6 @@ from paceline.errors import ConfigError
 from paceline.local.processes import usable_cores
 from paceline.services.rollout_gateway.bandits.base import BanditConfig
 from paceline.services.rollout_gateway.engine_config import EngineConfig
-from paceline.services.rollout_gateway.engine_places import number_of_places
 from paceline.services.rollout_gateway.engines.settings import Precision
 from paceline.trajectory import TEMPERATURE
 
@@ -277,10 +276,6 @@ class GatewayConfig(ServiceConfig):
     them holds the addresses and the spool. Each needs a core, and a worker, of which it lends out
     all but the last in open traffic.
     """
-    replica_port: int = Field(default=0, ge=0, le=65_535)
-    """First of the ports at which hosts of engine workers join the replicas, one each; 0: free
-    ones.
-    """
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
@@ -338,19 +333,8 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def worker_count(self) -> int:
-        """Engine workers of the start; one per place of `hosts`, else per core, unless set."""
-        return self.engine.workers or sum(self.engine.hosts) or usable_cores()
-
-    @property
-    def worker_places(self) -> int:
-        """Engine workers that there may be. Raises ConfigError as number_of_places."""
-        engine = self.engine
-        return number_of_places(self.worker_count, engine.most_workers, engine.hosts, self.replicas)
-
-    @property
-    def places_here(self) -> int:
-        """Those of `worker_places` on the gateway's own host."""
-        return self.engine.hosts[0] if self.engine.hosts else self.worker_places
+        """Number of engine workers; one per core unless set."""
+        return self.engine.workers or usable_cores()
 
     @property
     def spool(self) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -20,22 +20,6 @@ class EngineConfig(ModelSettings):
     """
     workers: int = Field(default=0, ge=0)
     """Number of worker processes; 0: one per core."""
-    most_workers: int = Field(default=0, ge=0)
-    """Places for workers, each with its slots from the start on: so many there may be when some are
-    added to a run that goes on. 0: as many as `workers`.
-    """
-    hosts: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Places for workers on each host, the gateway's own first; empty: all on that. The others run
-    `python -m paceline.services.rollout_gateway.worker_host`, each with its number.
-    """
-    shared_spool: bool = True
-    """Whether `spool_dir` is one directory on all hosts. Where not, the others copy each version by
-    the gateway's address, to `<spool_dir>-host-N`.
-    """
-    copies_fan_out: int = Field(default=2, ge=0)
-    """Hosts that copy a version from the gateway, and from each that copies it; the gateway says
-    who from whom. 0: all from the gateway.
-    """
     script: str = ""
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})

@@ -100,43 +100,6 @@ def use_profile(
     run_to_exit(choose_profile(_coordinator(address, config), name, Console()))
 
 
-def add_workers(
-    count: Annotated[int, typer.Argument(min=1, help="how many")] = 1,
-    address: CoordinatorAddress = None,
-    config: ConfigFiles = None,
-) -> None:
-    """Add engine workers to a run, and wait for them; Ctrl-C only ends the waiting."""
-    from paceline.cli.workers import add_workers as add
-
-    run_to_exit(add(_coordinator(address, config), count, Console()))
-
-
-def drain_workers(
-    workers: Annotated[list[int], typer.Argument(min=0, help="which, by their numbers")],
-    within: Annotated[
-        float, typer.Option(min=0, help="seconds that their requests have to end there")
-    ] = 5.0,
-    address: CoordinatorAddress = None,
-    config: ConfigFiles = None,
-) -> None:
-    """Have engine workers leave a run, and wait for it: others go on with what they run."""
-    from paceline.cli.workers import drain_workers as drain
-
-    run_to_exit(drain(_coordinator(address, config), workers, within, Console()))
-
-
-def set_ranks(
-    ranks: Annotated[int, typer.Argument(min=1, help="how many, at most the policy's slots")],
-    run: Run = None,
-    address: CoordinatorAddress = None,
-    config: ConfigFiles = None,
-) -> None:
-    """Train a run's policy on so many ranks from its next step on, and wait for them."""
-    from paceline.cli.ranks import set_ranks as train_on
-
-    run_to_exit(train_on(_coordinator(address, config, run), ranks, Console()))
-
-
 def _choose(request: Request, address: str | None, config: list[Path] | None) -> NoReturn:
     from paceline.cli.choice import choose_drafter
 
@@ -159,7 +122,4 @@ def _coordinator(
         raise refused(error) from error
 
 
-COMMANDS = (
-    *(status, stop, pause, resume, rollback, pin, unpin, use_profile),
-    *(add_workers, drain_workers, set_ranks),
-)
+COMMANDS = (status, stop, pause, resume, rollback, pin, unpin, use_profile)

@@ -65,37 +65,27 @@ def plan_run(
     per_worker = coordinator.slots_per_worker
     if gateway.engine.kind == "sglang":
         memory_plan.check_slots_per_worker(per_worker, gateway.engine.sglang.tensor_parallel_size)
-    slots, cores = gateway.worker_places * per_worker, usable_cores()
-    here = gateway.places_here * per_worker  # of them, on the trainers' host
-    named = policy.ranks or sum(policy.hosts)
-    leased = coordinator.learner_slots or (slots if named else here)
+    slots, cores = gateway.worker_count * per_worker, usable_cores()
+    leased = coordinator.learner_slots or slots
     count = leased if elsewhere and on_gpus else len(gpus)
-    ranks = memory_plan.policy_ranks(named, leased, cores=cores, gpus=count)
+    ranks = memory_plan.policy_ranks(policy.ranks, leased, cores=cores, gpus=count)
     if gpus:
-        own = policy.hosts[0] if policy.hosts else ranks
-        _check_enough("policy_trainer.ranks", policy.device, own, len(gpus))
-        _check_enough("slots of the drafter", drafter.device, here, len(gpus))
+        _check_enough("policy_trainer.ranks", policy.device, ranks, len(gpus))
+        _check_enough("slots of the drafter", drafter.device, slots, len(gpus))
         engine = gateway.engine
         if coordinator.learner_slots and engine.kind == "sglang" and engine.sglang.device != "cpu":
-            apart = here + coordinator.learner_slots
+            apart = slots + coordinator.learner_slots
             _check_enough("slots of workers and learner", policy.device, apart, len(gpus))
     _check_profiles(gateway.engine, coordinator.profiles)
     _check_correction(gateway, policy, coordinator.profiles)
-    lines = [*_memory(found, ranks, gpus), *_elsewhere(gateway.engine.hosts)]
-    chosen = [] if named else [f"policy_trainer.ranks={ranks}"]
+    lines = _memory(found, ranks, gpus)
+    chosen = [] if policy.ranks else [f"policy_trainer.ranks={ranks}"]
     chosen += _trajectories(gateway.trajectories)
     stays = gateway.engine.kind == "sglang" and gateway.engine.sglang.profile
     chosen += ["coordinator.profile_stays=true"] if stays else []
     chosen += _staleness(policy.max_staleness, coordinator.policy_lag)
     start_s = max(gateway.engine.ready_deadline_s, policy.start_deadline_s)
     return Checked(lines, chosen, start_s, coordinator.steps)
-
-
-def _elsewhere(hosts: Sequence[int]) -> list[str]:
-    """What the memory above leaves out, since other machines have it."""
-    others = hosts[1:]
-    found = f"{sum(others)} on {len(others)} more"
-    return [f"engine workers: {hosts[0]} here, {found}, each as large as here"] if others else []
 
 
 def _check_gpus(wanted: Sequence[str], gpus: Sequence[int]) -> None:
@@ -236,7 +226,7 @@ def _kept_states(gateway: Any, num_layers: int) -> int:
 
 def _engine(gateway: Any, model: Any, states: int, gpus: Sequence[int]) -> tuple[ServicePlan, bool]:
     """The plan of the engine's workers, and whether they compute on GPUs."""
-    engine, workers = gateway.engine, gateway.places_here
+    engine, workers = gateway.engine, gateway.worker_count
     item, own = _ITEM[engine.dtype], engine.sglang
     if engine.kind == "sglang":
         memory_plan.check_experts(model, own.tensor_parallel_size, own.expert_parallel_size)

@@ -122,11 +122,6 @@ class SecurityConfig(Config):
     """
     allow_insecure: bool = False
     """Permission to listen and connect beyond loopback without token, TLS and CURVE."""
-    plain_ranks: bool = False
-    """Let ranks of a trainer on several hosts exchange weights and gradients as they are: neither
-    gloo, as torch is built, nor NCCL has TLS or asks for a token. For a network that these hosts
-    alone reach.
-    """
 
     @property
     def token(self) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
-from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
-from paceline.config import ServiceConfig
 from paceline.local.processes import usable_cores
 from paceline.processor import processor_field
 
@@ -25,7 +21,6 @@ _PACKAGES = (
     "transformers",
     "sglang",
 )
-_ON_ALL_HOSTS = ("python", "paceline", "torch", "transformers")
 
 
 def machine_in_words() -> str:
@@ -45,17 +40,6 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
-
-
-def same_on_hosts(config: ServiceConfig, of_a_host: Collection[str]) -> dict[str, str]:
-    """What all hosts of a service have to have alike, by name: versions, and hashes of settings.
-    `of_a_host`: sections that each may have for itself.
-    """
-    found = {name: value for name, value in versions().items() if name in _ON_ALL_HOSTS}
-    for name, value in config.model_dump(mode="json", exclude=set(of_a_host)).items():
-        text = json.dumps(value, sort_keys=True).encode()
-        found[f"{name} in the settings"] = hashlib.sha256(text).hexdigest()[:16]
     return found
 
 

@@ -56,7 +56,6 @@ _IDLE = {
     IdleCause.HAND_OVER: "all rollouts were done, the policy was next",
     IdleCause.TOO_FEW: "too few workers were released",
     IdleCause.LEASING: "they were about to be leased",
-    IdleCause.ABSENT: "their places had no worker",
 }
 _SMOOTH = 10
 _ZOOM_STEPS = 3

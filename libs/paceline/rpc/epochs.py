@@ -30,8 +30,6 @@ class Track(StrEnum):
     LEARNER = "learner"  # policy steps, their pushes and commits
     DRAFTER = "drafter"
     SLOTS = "slots"  # which pass from one to another
-    JOINING = "joining"  # workers that are added
-    LEAVING = "leaving"  # workers that are drained
 
 
 def leased(security: SecurityConfig, run_id: str, step: int, epoch: int) -> CommandContext:

@@ -50,9 +50,8 @@ class Server:
         self._names: list[str] = []
         self.caps: dict[str, int] = {}
         """Bytes of a request at most, by "/service/method"; MESSAGE_CAP where none is named."""
-        self._closed: set[str] = set()
         self._server = grpc.aio.server(
-            interceptors=[GuardedCalls(security, unary_cap_s, self.caps, self._closed)],
+            interceptors=[GuardedCalls(security, unary_cap_s, self.caps)],
             options=_OPTIONS,
             maximum_concurrent_rpcs=_CONCURRENT_CALLS,
         )
@@ -66,16 +65,11 @@ class Server:
         add_fn(servicer, self._server)
         self._names.append(full_service_name)
 
-    async def start(self, *, first: str = "") -> int:
-        """Listen; returns the port. Services whose flag nobody set serve from now on, but where one
-        is to be the `first` the others only once `open` is called.
+    async def start(self) -> int:
+        """Listen; returns the port. Services whose flag nobody set serve from now on.
 
         Raises ConfigError when the address cannot be bound.
         """
-        if first:
-            self._closed.update(name for name in self._names if name != first)
-            for name in self._closed:
-                self._health.set(name, False)
         add_HealthServicer_to_server(self._health, self._server)
         names = (*dict.fromkeys(self._names), "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -85,12 +79,6 @@ class Server:
                 self._health.set(name, True)
         await self._server.start()
         return port
-
-    def open(self) -> None:
-        """All services serve."""
-        for name in self._closed:
-            self._health.set(name, True)
-        self._closed.clear()
 
     def set_serving(self, name: str, serving: bool) -> None:
         """Sets whether a service accepts calls; the overall flag (empty name) follows from all

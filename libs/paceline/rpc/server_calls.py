@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from paceline.errors import (
     InvalidInput,
     MissingCapability,
     PacelineError,
-    Unavailable,
 )
 from paceline.rpc.metrics import REFUSED
 from paceline.rpc.security import check_token
@@ -59,16 +58,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        security: SecurityConfig,
-        unary_cap_s: float,
-        caps: Mapping[str, int],
-        closed: Set[str],
+        self, security: SecurityConfig, unary_cap_s: float, caps: Mapping[str, int]
     ) -> None:
-        """`caps`: bytes of a request at most, by method; `closed`: services that take no call yet;
-        both are looked at with each call.
-        """
-        self._closed = closed
+        """`caps`: maximum bytes of a request, by method; read with each call."""
         self._security = security
         self._caps = caps
         self._unary_cap_s = unary_cap_s
@@ -153,8 +145,6 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         with span(title, facts, kind="server", parent=parent) as opened:
             try:
                 check_token(self._security, call.method, metadata)
-                if service in self._closed:
-                    raise Unavailable("it is starting", reason="STARTING", seen=service)
                 yield
             except grpc.aio.AbortError:
                 raise

@@ -38,7 +38,6 @@ class IdleCause(StrEnum):
     HAND_OVER = "hand_over"  # all rollouts are done; the slots pass to the policy
     TOO_FEW = "too_few"  # fewer released workers than min_workers_for_training
     LEASING = "leasing"  # about to be leased
-    ABSENT = "absent"  # its place has no worker
 
 
 def pack_entry(entry: Mapping[str, Any]) -> bytes:

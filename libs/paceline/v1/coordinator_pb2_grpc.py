@@ -80,21 +80,6 @@ class CoordinatorServiceStub:
                 request_serializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.FromString,
                 _registered_method=True)
-        self.RequestWorkers = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RequestWorkers',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersResponse.FromString,
-                _registered_method=True)
-        self.RequestDrain = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RequestDrain',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainResponse.FromString,
-                _registered_method=True)
-        self.RequestRanks = channel.unary_unary(
-                '/paceline.v1.CoordinatorService/RequestRanks',
-                request_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksResponse.FromString,
-                _registered_method=True)
 
 
 class CoordinatorServiceServicer:
@@ -164,27 +149,6 @@ class CoordinatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RequestWorkers(self, request, context):
-        """Has engine workers join the run: they take part from the next tasks on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RequestDrain(self, request, context):
-        """Has engine workers leave the run: what they run ends, or goes on elsewhere.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RequestRanks(self, request, context):
-        """Has the policy trained on another number of ranks from the next step on that begins to train.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,21 +196,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ChooseProfile,
                     request_deserializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.SerializeToString,
-            ),
-            'RequestWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.RequestWorkers,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestWorkersResponse.SerializeToString,
-            ),
-            'RequestDrain': grpc.unary_unary_rpc_method_handler(
-                    servicer.RequestDrain,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestDrainResponse.SerializeToString,
-            ),
-            'RequestRanks': grpc.unary_unary_rpc_method_handler(
-                    servicer.RequestRanks,
-                    request_deserializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_coordinator__pb2.RequestRanksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -493,87 +442,6 @@ class CoordinatorService:
             '/paceline.v1.CoordinatorService/ChooseProfile',
             paceline_dot_v1_dot_coordinator__pb2.ChooseProfileRequest.SerializeToString,
             paceline_dot_v1_dot_coordinator__pb2.ChooseProfileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RequestWorkers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RequestWorkers',
-            paceline_dot_v1_dot_coordinator__pb2.RequestWorkersRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RequestWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RequestDrain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RequestDrain',
-            paceline_dot_v1_dot_coordinator__pb2.RequestDrainRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RequestDrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RequestRanks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.CoordinatorService/RequestRanks',
-            paceline_dot_v1_dot_coordinator__pb2.RequestRanksRequest.SerializeToString,
-            paceline_dot_v1_dot_coordinator__pb2.RequestRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,16 +85,6 @@ class RolloutServiceStub:
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
                 _registered_method=True)
-        self.AddWorkers = channel.unary_unary(
-                '/paceline.v1.RolloutService/AddWorkers',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersResponse.FromString,
-                _registered_method=True)
-        self.DrainWorkers = channel.unary_unary(
-                '/paceline.v1.RolloutService/DrainWorkers',
-                request_serializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersResponse.FromString,
-                _registered_method=True)
         self.WatchTraffic = channel.unary_stream(
                 '/paceline.v1.RolloutService/WatchTraffic',
                 request_serializer=paceline_dot_v1_dot_rollout__pb2.WatchTrafficRequest.SerializeToString,
@@ -181,22 +171,6 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AddWorkers(self, request, context):
-        """Adds workers to a gateway that serves: answered when they do, the committed set from their first request on. Asked twice
-        is asked once.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DrainWorkers(self, request, context):
-        """Has workers leave: answered when they are gone, and what they ran has ended or goes on elsewhere. Asked twice is asked
-        once; one worker stays.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def WatchTraffic(self, request, context):
         """Reports that callers' requests wait for lent workers. A lease holder keeps this stream open. Leases end without a listener
         after the time that they may outlast their coordinator.
@@ -264,16 +238,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ResumeWorkers,
                     request_deserializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.SerializeToString,
-            ),
-            'AddWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.AddWorkers,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.AddWorkersResponse.SerializeToString,
-            ),
-            'DrainWorkers': grpc.unary_unary_rpc_method_handler(
-                    servicer.DrainWorkers,
-                    request_deserializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_rollout__pb2.DrainWorkersResponse.SerializeToString,
             ),
             'WatchTraffic': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchTraffic,
@@ -557,60 +521,6 @@ class RolloutService:
             '/paceline.v1.RolloutService/ResumeWorkers',
             paceline_dot_v1_dot_rollout__pb2.ResumeWorkersRequest.SerializeToString,
             paceline_dot_v1_dot_rollout__pb2.ResumeWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AddWorkers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/AddWorkers',
-            paceline_dot_v1_dot_rollout__pb2.AddWorkersRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.AddWorkersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DrainWorkers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.RolloutService/DrainWorkers',
-            paceline_dot_v1_dot_rollout__pb2.DrainWorkersRequest.SerializeToString,
-            paceline_dot_v1_dot_rollout__pb2.DrainWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,7 @@ from paceline.services.coordinator.machine.step import EVENTS
 from paceline.tagged_json import from_object, to_object
 from paceline.v1.coordinator_pb2 import StepRecord
 
-VERSION = 5
+VERSION = 6
 
 
 SlotRange = tuple[int, int, Holder, int]

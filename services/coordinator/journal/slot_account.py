@@ -48,9 +48,7 @@ class SlotAccount:
         uses = self._uses(before)
         for use, slots in uses.items():
             self._seconds[use] += slots * elapsed_s
-        absent = min(_without_worker(before), uses[SlotUse.IDLE])
-        self._idle[IdleCause.ABSENT] += absent * elapsed_s
-        self._idle[_idle_cause(before)] += (uses[SlotUse.IDLE] - absent) * elapsed_s
+        self._idle[_idle_cause(before)] += uses[SlotUse.IDLE] * elapsed_s
         self._last_s = event.at_s
         if isinstance(event, WorkersReleased) and event.holder is Holder.POLICY:
             self._released = max(self._released, event.epoch)
@@ -87,13 +85,6 @@ def _free_while_pushing(state: State) -> int:
     if not state.settings.colocated:
         return state.settings.learner_slots - state.slots.counted(Holder.POLICY)
     return 0 if state.rollouts.phase is Phase.ROLLOUT else state.slots.counted(Holder.NONE)
-
-
-def _without_worker(state: State) -> int:
-    """Free slots whose place has no worker: all of them, unless a colocated policy trains."""
-    if state.settings.colocated and state.slots.counted(Holder.POLICY):
-        return 0
-    return state.workers.counted(WorkerState.ABSENT) * state.settings.slots_per_worker
 
 
 def _idle_cause(state: State) -> IdleCause:

@@ -12,7 +12,7 @@ from paceline.services.coordinator.machine.commands import (
     SaveCheckpoints,
 )
 from paceline.services.coordinator.machine.decision import Decision
-from paceline.services.coordinator.machine.losses import again_from, interrupted, staff_uncalled
+from paceline.services.coordinator.machine.losses import again_from, interrupted
 from paceline.services.coordinator.machine.moves import free_slots, held_by, lease_slots
 from paceline.services.coordinator.machine.schedule import evaluations_due
 from paceline.services.coordinator.machine.slots import (
@@ -37,10 +37,7 @@ def run_started(state: State, event: events.RunStarted) -> Decision:
     state = State(
         settings=settings,
         slots=slot_row((Slot(),) * settings.slots),
-        workers=worker_row(
-            WorkerState.ABSENT if settings.vacant >> place & 1 else WorkerState.IDLE
-            for place in range(settings.workers)
-        ),
+        workers=worker_row((WorkerState.IDLE,) * settings.workers),
         versions=event.versions,
         seq=event.versions.seq,
         evaluations=evaluations_due(settings, 0),
@@ -63,7 +60,7 @@ def resumed(state: State, event: events.Resumed) -> Decision:
         failed_phase=None,
         failure="",
     )
-    state = with_rollouts(staff_uncalled(state), drawing=False, attempts=0)
+    state = with_rollouts(state, drawing=False, attempts=0)
     state = with_learner(state, attempts=0)
     if phase is Phase.RUNNING:
         return Decision(state, enters=again_from(state.learner.phase))
@@ -88,9 +85,7 @@ def pause(state: State) -> Decision:
 def _all_to_engine(state: State) -> State:
     """The workers' slots leased under a new epoch, that of the phase's call."""
     state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    slots = range(state.settings.engine_slots)
-    there = [i for i in slots if state.worker_on(i) is not WorkerState.ABSENT]
-    state = lease_slots(state, there, Holder.ENGINE)
+    state = lease_slots(state, range(state.settings.engine_slots), Holder.ENGINE)
     return replace(state, phase_epoch=state.epoch)
 
 

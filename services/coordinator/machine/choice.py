@@ -10,8 +10,6 @@ from dataclasses import replace
 
 from paceline.services.coordinator.machine import events
 from paceline.services.coordinator.machine.decision import Decision, Objection, refused
-from paceline.services.coordinator.machine.ranks import against_ranks
-from paceline.services.coordinator.machine.staff import against_joining, against_leaving
 from paceline.services.coordinator.machine.state import DrafterPin, Phase, State
 from paceline.trajectory import NUMBERS_PATH
 
@@ -21,9 +19,6 @@ Choice = (
     | events.DrafterChosen
     | events.DrafterUnpinned
     | events.ProfileChosen
-    | events.WorkersRequested
-    | events.DrainRequested
-    | events.RanksRequested
 )
 
 
@@ -36,12 +31,6 @@ def objection(state: State, event: Choice) -> Objection | None:
             return _against_drafter(state, event)
         case events.ProfileChosen():
             return _against_profile(state, event)
-        case events.WorkersRequested():
-            return against_joining(state, event)
-        case events.DrainRequested():
-            return against_leaving(state, event)
-        case events.RanksRequested():
-            return against_ranks(state, event)
     return None
 
 

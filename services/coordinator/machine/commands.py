@@ -42,7 +42,6 @@ class RunTasks(StepCommand):
     round: int = 0  # see DrawnStep
     places: int = 0
     capture: bool = True  # rows for the drafter
-    workers: int = 0  # that get a share, a bit each; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +49,6 @@ class ResumeWorkers(StepCommand):
     """Make lent and suspended workers serve and continue their held requests; only a failure is
     answered.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class AddWorkers(StepCommand):
-    """Have workers in these places; answered by WorkersJoined and JoinRefused."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DrainWorkers(StepCommand):
-    """Have workers leave; answered by WorkersLeft."""
-
-    workers: tuple[int, ...]
-    drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +80,11 @@ class PreemptDrafter(StepCommand):
 
 @dataclass(frozen=True, slots=True)
 class TrainPolicy(StepCommand):
-    """One optimiser step; answered by PolicyStepped and PolicyPrepared, before them by RanksChanged
-    or RanksKept where it names ranks.
-    """
+    """One optimiser step; answered by PolicyStepped and PolicyPrepared."""
 
     slots: tuple[int, ...]
     policy_version: int
     batch: tuple[Portion, ...]
-    ranks: int = 0  # that are to train it; 0: those that there are
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ decisions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -61,7 +60,7 @@ def train_alone(state: State) -> Decision:
         return Decision(state, enters=Phase.COMMIT)
     if state.lease is not None:  # of a former coordinator, so its call is lost
         return preempt(state)
-    if _due(state) and any(True for _ in leasable(state)):
+    if _due(state) and state.workers.counted(WorkerState.RELEASED):
         return _lease(state)
     return Decision(state, enters=Phase.COMMIT)
 
@@ -180,22 +179,12 @@ def _due(state: State) -> bool:
 
 def most_workers(settings: RunSettings) -> int:
     """Whose slots the drafter may have at once."""
-    here = settings.workers - settings.elsewhere.bit_count()
-    return max(1, min(here, settings.max_drafter_slots // settings.slots_per_worker))
+    return max(1, min(settings.workers, settings.max_drafter_slots // settings.slots_per_worker))
 
 
 def enough_released(state: State) -> bool:
     """Whether so many workers are released that the drafter begins."""
-    least = state.settings.min_workers_for_training
-    return len(list(islice(leasable(state), least))) >= least
-
-
-def leasable(state: State) -> Iterator[int]:
-    """Released workers whose slots the drafter could compute on: its ranks are on one host."""
-    elsewhere = state.settings.elsewhere
-    for worker in state.workers.where(WorkerState.RELEASED):
-        if not elsewhere >> worker & 1:
-            yield worker
+    return state.workers.counted(WorkerState.RELEASED) >= state.settings.min_workers_for_training
 
 
 def _lease(state: State) -> Decision:
@@ -224,7 +213,7 @@ def _lease_more(state: State, lease: DrafterLease | None) -> tuple[State, tuple[
     """Leases as many released slots as the drafter may hold beside its lease."""
     settings, held = state.settings, len(lease.slots) if lease else 0
     count = max(0, most_workers(settings) - held // settings.slots_per_worker)
-    workers = list(islice(leasable(state), count))
+    workers = list(islice(state.workers.where(WorkerState.RELEASED), count))
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = move_workers(state, workers, Cause.LEASE_GRANTED)
     if slots:

@@ -293,66 +293,6 @@ class ProfileChosen(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersRequested(Event):
-    """An operator wants workers in vacant places."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DrainRequested(Event):
-    """An operator wants workers to leave."""
-
-    workers: tuple[int, ...]
-    drain_s: float  # that their requests have to end
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersJoined(CallAnswer):
-    """Added workers serve, the committed set from their first request on."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRefused(CallAnswer):
-    """Workers that were to be added do not start."""
-
-    workers: tuple[int, ...]
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersLeft(CallAnswer):
-    """Drained workers are gone; what they ran has ended or goes on elsewhere."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RanksRequested(Event):
-    """An operator wants the policy trained on so many ranks from the next step on."""
-
-    ranks: int
-
-
-@dataclass(frozen=True, slots=True)
-class RanksChanged(CallAnswer):
-    """So many ranks have taken up the policy's state, and train the step that has begun."""
-
-    ranks: int
-    details: Details = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RanksKept(CallAnswer):
-    """The number of ranks that was wanted did not come up: those of before train the step."""
-
-    ranks: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class ServiceLost(Event):
     """A call failed because its service is down."""
 

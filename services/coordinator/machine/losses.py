@@ -45,10 +45,8 @@ def service_lost(state: State, event: events.ServiceLost) -> Decision:
     decision = Decision(replace(state, lost=state.lost | {event.service}))
     if event.service is Service.DRAFTER_TRAINER and state.lease is not None:
         decision = end_lease(decision.state, Cause.PREEMPTED, fence=True)
-    if event.service is Service.GATEWAY:
-        decision = Decision(staff_uncalled(decision.state))
-        if Phase.ROLLOUT in state.phases:
-            decision = preempt(decision.state)
+    if event.service is Service.GATEWAY and Phase.ROLLOUT in state.phases:
+        decision = preempt(decision.state)
     return decision._replace(commands=(AwaitService(event.service), *decision.commands))
 
 
@@ -116,12 +114,6 @@ def interrupted(state: State) -> State:
         return state
     draws = tuple(replace(draw, called=False) for draw in state.rollouts.draws)
     return with_rollouts(state, draws=draws)
-
-
-def staff_uncalled(state: State) -> State:
-    """Calls for workers that join and leave are to be made again."""
-    joining, leaving = (replace(one, called=0) for one in (state.joining, state.leaving))
-    return replace(state, joining=joining, leaving=leaving)
 
 
 def again_from(phase: Phase) -> Phase:

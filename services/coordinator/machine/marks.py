@@ -54,12 +54,6 @@ def learner_call(state: State, event: events.CallAnswer) -> Mark:
     return Mark("epoch", event.epoch, state.learner.epoch, over)
 
 
-def resharding(state: State, event: events.RanksChanged | events.RanksKept) -> Mark:
-    """As `learner_call` has it, and when the change has been answered or was asked for since."""
-    mark, wanted = learner_call(state, event), state.resharding
-    return mark._replace(over=mark.over or not wanted.ranks or wanted.epoch != mark.current)
-
-
 def rollout_call(state: State, event: events.CallAnswer) -> Mark:
     """Late when the step's call has been answered or made again."""
     over = draw_of(state, event.epoch) is None  # an older call may go on beside the newest
@@ -78,17 +72,6 @@ def group(state: State, event: events.GroupClosed) -> Mark:
     """Late when the step's call has been answered or made again, or the group is closed."""
     mark, draw = rollout_call(state, event), draw_of(state, event.epoch)
     return mark if draw is None else mark._replace(over=bool(draw.closed >> event.index & 1))
-
-
-def joining(state: State, event: events.WorkersJoined | events.JoinRefused) -> Mark:
-    """Late when the call has been made again, and when it has been answered for these workers."""
-    over = any(not state.joining.called >> worker & 1 for worker in event.workers)
-    return Mark("epoch", event.epoch, state.joining.epoch, over)
-
-
-def leaving(state: State, event: events.CallAnswer) -> Mark:
-    """Late when the call has been answered or made again."""
-    return Mark("epoch", event.epoch, state.leaving.epoch, over=not state.leaving.called)
 
 
 def lease(state: State, event: events.CallAnswer) -> Mark:
@@ -124,7 +107,6 @@ DEADLINES: dict[str, Callable[[State, events.CallAnswer], Mark]] = {
     "rollout": rollout_call,
     "policy": learner_call,
     "commit": learner_call,
-    "drain": leaving,
 }
 """Mark of a Deadline by the kind of its wait; `call` for all other kinds."""
 

@@ -30,10 +30,9 @@ def train(state: State) -> Decision:
     slots = tuple(state.settings.policy_slots)
     state = lease_slots(state, slots, Holder.POLICY)
     state = with_learner(state, epoch=state.epoch)
-    resharding = replace(state.resharding, epoch=state.epoch if state.resharding.ranks else 0)
-    state = replace(state, committing=None, prepared=None, resharding=resharding)
+    state = replace(state, committing=None, prepared=None)
     batch, version = state.learner.batch, state.versions.policy
-    command = TrainPolicy(state.step, state.epoch, slots, version, batch, resharding.ranks)
+    command = TrainPolicy(state.step, state.epoch, slots, version, batch)
     return Decision(state, (command,))
 
 

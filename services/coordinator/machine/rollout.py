@@ -33,8 +33,6 @@ from paceline.services.coordinator.machine.state import (
     with_rollouts,
 )
 
-_GET_NONE = (WorkerState.GENERATING, WorkerState.LEAVING, WorkerState.ABSENT)
-"""Workers that a call does not begin anew with."""
 FEW = 64
 """Up to this many bits, a loop over set bits is faster than one over all places."""
 
@@ -61,9 +59,9 @@ def generate(state: State) -> Decision:
     suspended = list(state.workers.where(WorkerState.SUSPENDED))
     state = move_workers(state, suspended, Cause.RESUMED)
     if waiting:  # each worker may get samples
-        idle = (i for i, one in enumerate(state.workers) if one not in _GET_NONE)
-        state = move_workers(state, list(idle), Cause.STEP_BEGAN)
-        free = [i for i in state.slots.where(Holder.NONE) if _of_engine(state, i)]
+        idle = [i for i, one in enumerate(state.workers) if one is not WorkerState.GENERATING]
+        state = move_workers(state, idle, Cause.STEP_BEGAN)
+        free = [i for i in state.slots.where(Holder.NONE) if i < state.settings.engine_slots]
     else:
         free = [slot for one in suspended for slot in worker_slots(state.settings, one)]
     state = lease_slots(state, free, Holder.ENGINE)
@@ -76,7 +74,6 @@ def generate(state: State) -> Decision:
             draw.round,
             draw.places,
             capture=captured(state, draw.step),
-            workers=_sharing(state) if state.away else 0,
         )
         for draw in waiting
     ]
@@ -134,7 +131,6 @@ def tasks_finished(state: State, event: TasksFinished) -> Decision:
         state = with_rollouts(state, draws=left)  # trained before its last sample was reported
     if state.rollouts.running:
         return Decision(state)
-    # a worker that leaves may still answer callers there
     return Decision(free_slots(state, held_by(state, Holder.ENGINE)), enters=Phase.READY)
 
 
@@ -168,7 +164,7 @@ def draws_again(state: State, draw: DrawnStep) -> bool:
 
 def _called(state: State, epochs: Mapping[int, int]) -> State:
     """The draws of these steps under way, every worker with a share of each."""
-    owed = _sharing(state)
+    owed = (1 << len(state.workers)) - 1
     draws = tuple(
         replace(draw, epoch=epochs[draw.step], called=True, owed=owed)
         if draw.step in epochs
@@ -178,16 +174,6 @@ def _called(state: State, epochs: Mapping[int, int]) -> State:
     newest = max(epochs.values(), default=state.rollouts.epoch)
     state = replace(state, epoch=max(state.epoch, newest))
     return with_rollouts(state, draws=draws, epoch=newest)
-
-
-def _sharing(state: State) -> int:
-    """Workers that get a share of tasks that are called now, a bit each."""
-    return (1 << len(state.workers)) - 1 & ~state.away
-
-
-def _of_engine(state: State, slot: int) -> bool:
-    """Whether a worker is there that may compute on the slot."""
-    return state.worker_on(slot) not in (None, WorkerState.ABSENT)
 
 
 def _with(state: State, changed: DrawnStep) -> State:

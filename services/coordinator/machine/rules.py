@@ -22,7 +22,6 @@ from paceline.services.coordinator.machine.schedule import (
     pauses,
 )
 from paceline.services.coordinator.machine.slots import Holder
-from paceline.services.coordinator.machine.staff import join, leave
 from paceline.services.coordinator.machine.state import (
     DrawnStep,
     Phase,
@@ -110,8 +109,6 @@ def go_on(state: State) -> Decision | None:
 
 RULES: tuple[Callable[[State], Decision | None], ...] = (
     go_on,
-    leave,
-    join,
     commit_set,
     train_policy,
     take_batch,

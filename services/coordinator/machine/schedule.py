@@ -143,9 +143,8 @@ def can_judge(state: State) -> bool:
     """Whether a worker can be the canary: there are two or more, and the drafter does not hold all
     of them.
     """
-    counted = state.workers.counted
-    stay = len(state.workers) - counted(WorkerState.ABSENT) - counted(WorkerState.LEAVING)
-    return stay < 2 or counted(WorkerState.TRAINING) < stay
+    workers = state.workers
+    return len(workers) < 2 or workers.counted(WorkerState.TRAINING) < len(workers)
 
 
 def at_rest(state: State) -> bool:

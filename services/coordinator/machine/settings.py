@@ -30,7 +30,7 @@ class CommitMode(StrEnum):
 
 
 KEPT = {
-    "workers": "gateway.engine.most_workers",
+    "workers": "gateway.engine.workers",
     "slots_per_worker": "coordinator.slots_per_worker",
     "learner_slots": "coordinator.learner_slots",
     "placement": "coordinator.placement",
@@ -50,10 +50,7 @@ configuration key.
 class RunSettings:
     """The machine's settings, journaled with RunStarted so that a replay needs no configuration."""
 
-    workers: int = 1  # places of them
-    vacant: int = 0  # places that have none at the begin, a bit each
-    elastic: bool = False  # workers may join and leave
-    elsewhere: int = 0  # places on other hosts than the gateway's, a bit each: never leased
+    workers: int = 1
     slots_per_worker: int = 1
     total_steps: int = 1
     training_interval_steps: int = 10
@@ -108,9 +105,3 @@ class RunSettings:
     def policy_slots(self) -> range:
         """Slots that the policy trains on."""
         return range(0 if self.colocated else self.engine_slots, self.slots)
-
-    @property
-    def most_ranks(self) -> int:
-        """Ranks that an operator may ask for: slots of the policy on its trainer's host."""
-        elsewhere = self.elsewhere.bit_count() if self.colocated else 0
-        return len(self.policy_slots) - elsewhere * self.slots_per_worker

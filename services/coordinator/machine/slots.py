@@ -28,8 +28,6 @@ class WorkerState(StrEnum):
     RELEASED = "released"
     TRAINING = "training"
     COMPLETED = "completed"
-    LEAVING = "leaving"  # it gets no tasks any more, and ends or hands over what it runs
-    ABSENT = "absent"  # its place has none
 
 
 class Cause(StrEnum):
@@ -44,9 +42,6 @@ class Cause(StrEnum):
     PREEMPTED = "Preempted"
     POLICY_STEPPED = "PolicyStepped"
     COMMITTED = "Committed"
-    DRAIN_REQUESTED = "DrainRequested"
-    WORKERS_LEFT = "WorkersLeft"
-    WORKERS_JOINED = "WorkersJoined"
 
 
 WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
@@ -62,13 +57,6 @@ WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
     (WorkerState.COMPLETED, Cause.STEP_BEGAN): WorkerState.GENERATING,
     (WorkerState.COMPLETED, Cause.POLICY_STEPPED): WorkerState.RELEASED,
     (WorkerState.COMPLETED, Cause.COMMITTED): WorkerState.RELEASED,
-    (WorkerState.IDLE, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.GENERATING, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.SUSPENDED, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.RELEASED, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.COMPLETED, Cause.DRAIN_REQUESTED): WorkerState.LEAVING,
-    (WorkerState.LEAVING, Cause.WORKERS_LEFT): WorkerState.ABSENT,
-    (WorkerState.ABSENT, Cause.WORKERS_JOINED): WorkerState.IDLE,
 }
 
 

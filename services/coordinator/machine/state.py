@@ -85,28 +85,6 @@ class DrafterPin:
 
 
 @dataclass(frozen=True, slots=True)
-class Staffing:
-    """Workers that an operator wants to join, or to leave."""
-
-    workers: int = 0  # a bit each
-    called: int = 0  # those of them that the gateway has been asked for
-    epoch: int = 0  # of the newest call
-    drain_s: float = 0.0  # that the requests of those who leave have to end
-
-
-@dataclass(frozen=True, slots=True)
-class Resharding:
-    """Another number of ranks that an operator wants the policy to have, and how the last such wish
-    ended.
-    """
-
-    ranks: int = 0  # wanted; 0: no change is under way
-    epoch: int = 0  # of the newest call that carries them; 0: none yet
-    had: int = 0  # ranks after the last change, made or not; 0: there was none
-    failure: str = ""  # why that was not made
-
-
-@dataclass(frozen=True, slots=True)
 class DrawnStep:
     """The tasks of a step, from StepBegan until all their groups are trained."""
 
@@ -191,9 +169,6 @@ class State:
     paused: bool = False  # an operator wants no step to begin
     drafter_benched: bool = False  # it has failed: no lease before the next share
     drafter_rests_until: int = 0  # a step; its training was frozen
-    joining: Staffing = Staffing()
-    leaving: Staffing = Staffing()
-    resharding: Resharding = Resharding()
     seq: int = 0  # highest number of a set that was tried
     lost: frozenset[Service] = frozenset()
     quarantined: tuple[str, ...] = ()  # paths that the audit found inexact, in order
@@ -218,12 +193,6 @@ class State:
         """State of the worker on a slot; None on the learner's own slots."""
         engine = slot < self.settings.engine_slots
         return self.workers[slot // self.settings.slots_per_worker] if engine else None
-
-    @property
-    def away(self) -> int:
-        """Places whose workers get no tasks: there is none, or it leaves; a bit each."""
-        away = (WorkerState.ABSENT, WorkerState.LEAVING)
-        return sum(1 << one for state in away for one in self.workers.where(state))
 
     @property
     def phases(self) -> frozenset[Phase]:

@@ -17,7 +17,6 @@ from paceline.services.policy_trainer.config import PolicyTrainerConfig
 from paceline.services.policy_trainer.learn.adapters import fill_adapters
 from paceline.services.policy_trainer.learn.loading import StartWeights
 from paceline.services.policy_trainer.learn.model import PolicyModel, ValueModel
-from paceline.training import DEVICE_VARIABLE
 from paceline.training.process import join_ranks
 
 M = TypeVar("M", PolicyModel, ValueModel)
@@ -31,7 +30,7 @@ def loads_silently(read: int, of: int) -> None:
 
 def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
     """All ranks, each on its device. Raises ConfigError for more ranks than GPUs."""
-    kind = _kind_of(os.environ.get(DEVICE_VARIABLE) or config.device)
+    kind = _kind_of(config.device)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     join_ranks(kind, config.step_deadline_s, threads=config.threads_per_rank, seed=config.run.seed)
@@ -39,7 +38,7 @@ def form_mesh(config: PolicyTrainerConfig) -> DeviceMesh:
 
 
 def _kind_of(device: str) -> str:
-    """cpu or cuda, where every rank of a host has a GPU of its own: NCCL refuses one for two."""
+    """cpu or cuda, where every rank has a GPU of its own: NCCL refuses one for two."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     gpus = torch.cuda.device_count()
     if device == "auto":

@@ -197,20 +197,8 @@ def test_two_never_compute_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     planned("policy_trainer.ranks=2")  # which then compute on the CPU
     with pytest.raises(ConfigError, match=r"2 policy_trainer.ranks; allowed: at most 1"):
         planned("policy_trainer.ranks=2", "policy_trainer.device=cuda")
-    hosts = planned("policy_trainer.hosts=[1,1]", "policy_trainer.device=cuda")
-    assert hosts.overrides == []  # the other host has a GPU of its own
     with pytest.raises(ConfigError, match=r"2 slots of the drafter; allowed: at most 1"):
         planned("drafter_trainer.device=cuda")
-
-
-def test_engine_workers_on_other_hosts_are_planned_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "gpu_bytes", lambda: [80 * GIB])
-    apart = planned("gateway.engine.hosts=[1,1]", "drafter_trainer.device=cuda")
-    assert apart.overrides == ["policy_trainer.ranks=1", *planned().overrides[1:]]
-    assert apart.lines[-1] == "engine workers: 1 here, 1 on 1 more, each as large as here"
-    assert apart.lines[0] == planned("gateway.engine.workers=1").lines[0]
-    with pytest.raises(ConfigError, match=r"gateway\.engine\.hosts.*allowed: at most 3 workers"):
-        planned("gateway.engine.hosts=[1,2]", "gateway.engine.workers=4")
 
 
 @pytest.mark.parametrize(
