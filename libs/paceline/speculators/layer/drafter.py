@@ -1,8 +1,7 @@
 """Drafts chains and trees with a network of one decoder layer.
 
-What the layer reads and how its output becomes logits is each drafter's own affair. What drafting
-writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows
-with rows from true hidden states.
+Each drafter defines the layer's input and the logits of its output. Drafting fills the cache from
+the drafter's own features; the next catch-up overwrites those rows from true hidden states.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class LayerDrafter(CachedDrafter[Net]):
 
     @abstractmethod
     def _true_features(self, hidden: Tensor) -> Tensor:
-        """Features [N, H] of the target's states [N, W] that it reads."""
+        """Features [N, H] of the target's states [N, W]."""
 
     @abstractmethod
     def _enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +48,7 @@ class LayerDrafter(CachedDrafter[Net]):
     @property
     @abstractmethod
     def _layer(self) -> LayerWeights:
-        """Of the version that serves."""
+        """The serving version's layer."""
 
     @abstractmethod
     def _logits(self, features: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ class LayerDrafter(CachedDrafter[Net]):
         return self._leave(x, self._store(qkv, block.rotation, block.cells), block)
 
     def _store(self, qkv: Tensor, rotation: Tensor, cells: Tensor) -> Tensor:
-        """Queries [N, Nq, D]; keys and values are in the cache then."""
+        """Writes keys and values to the cache; returns queries [N, Nq, D]."""
         return store(self._config, self._layer, qkv, self._cache, 0, rotation, cells)
 
     def _leave(self, x: Tensor, queries: Tensor, block: Block) -> Tensor:
@@ -91,7 +90,7 @@ class LayerDrafter(CachedDrafter[Net]):
         return finish_layer(self._layer, x, attended, self._config.rms_norm_eps)
 
     def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
-        """EAGLE-2's tree. A beam's rows stand in the cache behind those of the beams before it."""
+        """EAGLE-2's tree. A beam's rows are cached after those of earlier beams."""
         count = len(batch.slots)
         bases = torch.tensor(batch.lengths, device=self._device) - 1
         known = features[:, None]
@@ -116,8 +115,8 @@ class LayerDrafter(CachedDrafter[Net]):
         return replace(drafts, tokens=self._token_ids(drafts.tokens))
 
     def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
-        """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees,
-        its own included.
+        """One row for each node of a beam; seen bool [B, k, W]: drafted rows visible to each node,
+        including its own.
         """
         width, drafted = beam.tokens.shape[1], seen.shape[2]
         length = max(batch.lengths) - 1 + drafted
@@ -150,7 +149,7 @@ class LayerDrafter(CachedDrafter[Net]):
         return x[rows - 1 :: rows], queries[rows - 1 :: rows]
 
     def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
-        """Blocks of one token each at positions n - 2, n - 1, ...: planned together, since small
+        """Blocks of one token each at positions n - 2, n - 1, ..., planned together, since small
         operations dominate.
         """
         device, length = self._device, max(1, max(batch.lengths) - 2 + steps)
