@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -178,11 +178,9 @@ class CoordinatorConfig(ServiceConfig):
     """Sets keep the profile of the start, whatever an operator or the audit says, because the
     engine was started with it: `paceline` sets it where SGLang has one.
     """
-    max_groups_in_flight: int = Field(default=0, ge=0)
-    """Groups that are rolled out at once, in fully_async; 0: as many as max_policy_lag allows."""
     training_interval_steps: int = Field(default=10, ge=1)
     """The drafter trains in every so many RL steps."""
-    frozen_interval_steps: int = Field(default=5, ge=1)
+    frozen_interval_steps: ClassVar[int] = 5
     """RL steps from one look at a drafter whose training is frozen to the next; in between it gets
     no slots, and no rows are captured for it.
     """
@@ -221,7 +219,7 @@ class CoordinatorConfig(ServiceConfig):
     waits for whom; 0: never.
     """
     evaluation: EvaluationConfig = EvaluationConfig()
-    rollback_drop: float = Field(default=0.3, ge=0)
+    rollback_drop: ClassVar[float] = 0.3
     """Tokens of live acceptance length that a new drafter may lose against the one before, from one
     RL step to the next, before that one serves again; 0 never rolls back.
     """
@@ -335,12 +333,6 @@ class CoordinatorConfig(ServiceConfig):
                 seen=f"coordinator.schedule={schedule}",
                 allowed=f"{Schedule.SYNC} or {Schedule.ONE_STEP_OFF}, or tasks_path",
             )
-        if 0 < self.max_groups_in_flight < self.prompts_per_step:
-            raise ConfigError(
-                "a step's groups begin together; set coordinator.max_groups_in_flight",
-                seen=self.max_groups_in_flight,
-                allowed=f"0, or at least prompts_per_step={self.prompts_per_step}",
-            )
 
     @property
     def policy_lag(self) -> int:
@@ -383,7 +375,6 @@ class CoordinatorConfig(ServiceConfig):
             commit_mode=self.commit_mode,
             groups_per_step=self.prompts_per_step,
             samples_per_group=self.samples_per_task,
-            max_groups_in_flight=self.max_groups_in_flight,
             dynamic_sampling_rounds=self.dynamic_sampling_rounds,
             profiles=self.profiles,
             profile_stays=self.profile_stays,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,13 +38,13 @@ class BufferConfig(Config):
     """Bytes kept at most."""
     judged_every: int = Field(default=4, ge=1)
     """One group in this many waits to be judged by before it is trained on."""
-    judged_samples: int = Field(default=64, ge=1)
+    judged_samples: ClassVar[int] = 64
     """Samples that wait so, at most; older ones are trained on."""
-    recency: float = Field(default=0.7, gt=0, le=1)
+    recency: ClassVar[float] = 0.7
     """Weight of a head one version older than the newest."""
     window: int = Field(default=512, ge=8)
     """Positions of one sample used at a time, at most."""
-    long_share: float = Field(default=0.5, ge=0, le=1)
+    long_share: ClassVar[float] = 0.5
     """Share of draws from the previous step's long samples until this step's come."""
     rejected: bool = True
     """Learn from rejected drafts where the engine captures them."""
@@ -65,15 +65,13 @@ class GateConfig(Config):
     """Samples used at most."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """How the engine accepts: greedy drafts equal to its draw, or min(1, p/q)."""
-    verify_cost: float = Field(default=0.05, ge=0)
+    verify_cost: ClassVar[float] = 0.05
     """Cost of verifying a draft, in plain rounds, until the engine measured it."""
-    draft_cost: dict[str, float] = Field(default={})
-    """Cost of a draft by kind, in plain rounds, until the engine measured it."""
-    other_draft_cost: float = Field(default=0.1, ge=0)
-    """The same of kinds that draft_cost does not name."""
-    freeze_after: int = Field(default=8, ge=0)
+    draft_cost: ClassVar[float] = 0.1
+    """Cost of a draft, in plain rounds, until the engine measured it."""
+    freeze_after: ClassVar[int] = 8
     """Judgements without a promotion that freeze training where they show no gain; 0: never."""
-    freeze_gain: float = Field(default=0.02, ge=0)
+    freeze_gain: ClassVar[float] = 0.02
     """Share of a drafter's speed that counts as no gain, by the mean of those judgements and its
     error.
     """
@@ -92,7 +90,7 @@ class DrafterTrainerConfig(ServiceConfig):
     """Settings of the fresh speculator's shape and loss."""
     shadows: list[str] = Field(default=[])
     """Speculators trained on the same rows beside it, as `drafter`."""
-    shadow_share: float = Field(default=0.5, gt=0, lt=1)
+    shadow_share: ClassVar[float] = 0.5
     """Share of the micro-batches, of all shadows together."""
     servable: list[str] = Field(default=[])
     """Kinds the engine can serve; empty: that of `drafter` alone."""
@@ -104,9 +102,9 @@ class DrafterTrainerConfig(ServiceConfig):
     """Compute threads of a rank."""
     niceness: int = Field(default=10, ge=0, le=19)
     """Niceness of the ranks: rollouts on the same CPU come first."""
-    micro_batch_ms: float = Field(default=40.0, gt=0, le=50)
+    micro_batch_ms: ClassVar[float] = 40.0
     """Longest micro-batch aimed at, milliseconds of a rank's own time."""
-    micro_batch_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    micro_batch_bytes: ClassVar[int] = 64 << 20
     """Bytes of captured states of a micro-batch at most."""
     micro_batches_per_step: int = Field(default=4, ge=1)
     """Micro-batches of one optimiser step."""
@@ -116,7 +114,7 @@ class DrafterTrainerConfig(ServiceConfig):
     """Passes over the buffer in one activation at most."""
     push_deadline_s: float = Field(default=30.0, gt=0)
     """Seconds that a push of a drafter may take."""
-    data_wait_s: float = Field(default=2.0, ge=0)
+    data_wait_s: ClassVar[float] = 2.0
     """Seconds after which an activation without rows ends."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)
     """Seconds from one checkpoint to the next."""

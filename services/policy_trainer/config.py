@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -45,13 +45,12 @@ class AdaptersConfig(Config):
         return self.alpha / self.rank
 
 
-class AuditBound(Config):
-    """How far log-probs of the engine may be from the trainer's, nats."""
+class AuditBound(NamedTuple):
+    """Largest distance of the engine's log-probs from the trainer's that is rounding, in nats."""
 
-    mean: float = Field(gt=0)
-    """Largest mean gap that is taken for rounding."""
-    upper: float = Field(gt=0)
-    """Largest 99th percentile of the gaps that is."""
+    mean: float
+    upper: float
+    """The 99th percentile."""
 
 
 class AuditConfig(Config):
@@ -65,21 +64,21 @@ class AuditConfig(Config):
     """
     least_tokens: int = Field(default=256, ge=100)
     """Tokens drawn alike that a verdict rests on."""
-    kept_versions: int = Field(default=1, ge=0)
+    kept_versions: ClassVar[int] = 1
     """Earlier versions of the weights that stay in the CPU's memory for the tokens which they drew,
     where `max_staleness` lets such tokens in; tokens of older ones are not audited.
     """
-    float32: AuditBound = AuditBound(mean=5e-4, upper=5e-3)
+    float32: ClassVar[AuditBound] = AuditBound(mean=5e-4, upper=5e-3)
     """Where engine and trainer compute in float32."""
-    bfloat16: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    bfloat16: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
     """Where one of them computes in 16 bits."""
-    quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    quantised: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
     """Where the engine rounds weights to int8."""
-    coarse: AuditBound = AuditBound(mean=0.2, upper=3.0)
+    coarse: ClassVar[AuditBound] = AuditBound(mean=0.2, upper=3.0)
     """Where it rounds weights to e4m3, or activations too; SGLang's quantization, and keys and
     values in fewer bits.
     """
-    swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
+    swapped: ClassVar[AuditBound] = AuditBound(mean=0.1, upper=2.0)
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 
 
@@ -175,10 +174,8 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
-    checkpoint_keep: int = Field(default=2, ge=1)
+    checkpoint_keep: ClassVar[int] = 2
     """Newest checkpoints kept; beside them the one with the best held-out accuracy (best.json)."""
-    checkpoint_keep_every: int = Field(default=0, ge=0)
-    """Also keep checkpoints whose version is a multiple of this; 0 keeps none of them."""
     ledger_keep: int = Field(default=16, ge=0)
     """Steps whose trajectories Redis still names one by one when checkpoints hold them; of older
     ones it keeps the totals.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -51,7 +51,7 @@ class SessionsConfig(Config):
     """Seconds of silence after which a session ends unscored."""
     implicit: bool = True
     """Callers without a session key get one per conversation, found again by its messages."""
-    implicit_timeout_s: float = Field(default=600, gt=0)
+    implicit_timeout_s: ClassVar[float] = 600
     """Seconds of silence after which such a session ends."""
     max_turns: int = Field(default=512, ge=1)
     """Generations of one session at most."""

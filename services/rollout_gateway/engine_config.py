@@ -40,8 +40,6 @@ class EngineConfig(ModelSettings):
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})
     """Settings of an engine of your own."""
-    pin_cores: bool = False
-    """A worker runs on cores of its own, one for each thread, as far as there are enough."""
     ready_deadline_s: float = Field(default=180, gt=0)
     """Seconds until a worker has loaded its model: of its processor while it works, else of the
     clock.

@@ -55,16 +55,13 @@ def rollback(
         int | None,
         typer.Argument(min=0, help="drafter to go back to; else the one that served before"),
     ] = None,
-    policy: Annotated[
-        int | None, typer.Option(min=0, help="refused: says how to go back to an older policy")
-    ] = None,
     address: CoordinatorAddress = None,
     config: ConfigFiles = None,
 ) -> None:
     """Serve the former drafter again, from the next commit on and for a step at least."""
     from paceline.v1.coordinator_pb2 import RollBackRequest
 
-    request = RollBackRequest(drafter_version=version, policy_version=policy)
+    request = RollBackRequest(drafter_version=version)
     _choose(request, address, config)
 
 
@@ -160,6 +157,7 @@ def _coordinator(
 
 
 COMMANDS = (
-    *(status, stop, pause, resume, rollback, pin, unpin, use_profile),
+    *(status, stop, pause, resume, use_profile),
     *(add_workers, drain_workers, set_ranks),
 )
+DRAFTER_COMMANDS = (rollback, pin, unpin)

@@ -51,7 +51,7 @@ def _there(wanted: Sequence[int]) -> Ends:
         if {*wanted} & {*snapshot.joining}:
             return None
         failed = [one for one in wanted if one not in snapshot.workers]
-        return f"{_named(failed)} not started; why: paceline logs RUN gateway", 1
+        return f"{_named(failed)} not started; the reason is in RUN/logs/gateway.log", 1
 
     return ends
 

@@ -38,10 +38,6 @@ class RunConfig(Config):
     loop does not turn, a Redis of the run's own that answers nothing. 0: never, as with
     heartbeat_s = 0.
     """
-    max_version_bytes: int = Field(default=0, ge=0)
-    """Most bytes of one version of weights that a receiver takes; 0: what finds room on the disk of
-    its spool.
-    """
     handover: bool = True
     """Receivers take weights of senders on their host by file, from a directory of their own in
     `<dir>/handover`; false: by the network alone.

@@ -44,7 +44,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time, in a thread of each rank, while they train on.
 
     `export(state, checkpoint)` runs on rank 0 when the shards are on disk. The newest `keep`
-    checkpoints stay, and those whose number is a multiple of `keep_every`, unless that is 0.
+    checkpoints stay.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class CheckpointWriter:
         *,
         prefix: str = PREFIX,
         keep: int = 2,
-        keep_every: int = 0,
     ) -> None:
         self._directory, self._export, self._prefix = directory, export, prefix
-        self._keep, self._keep_every = keep, keep_every
+        self._keep = keep
         self.kept: int | None = None
         """Number of one more checkpoint that stays."""
         self.written_s = 0.0
@@ -151,7 +150,7 @@ class CheckpointWriter:
         fresh.rename(final)
         sync_path(self._directory)
         for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
-            if old != self.kept and not (self._keep_every and old % self._keep_every == 0):
+            if old != self.kept:
                 shutil.rmtree(self.path(old))
 
 

@@ -76,7 +76,6 @@ class RunSettings:
     commit_mode: CommitMode = CommitMode.IN_PLACE
     groups_per_step: int = 1
     samples_per_group: int = 1  # asked for
-    max_groups_in_flight: int = 0  # 0: no limit but that of max_policy_lag
     dynamic_sampling_rounds: int = 0  # of other tasks for groups of equal rewards; 0: keep them
     profiles: tuple[str, ...] = ()  # that an operator may have the policy rounded to
     profile_stays: bool = False  # the engine cannot leave the one it was started with

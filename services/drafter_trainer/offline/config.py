@@ -1,4 +1,4 @@
-"""Declares the settings of one offline run, which are the options of `paceline train-drafter`.
+"""Declares the settings of one offline run, which are the options of `paceline drafter train`.
 
 Imports no torch: the parent process checks them before any rank is started.
 """
@@ -18,7 +18,7 @@ TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
 
 
 class OfflineConfig(Config):
-    """What `paceline train-drafter` was asked for."""
+    """What `paceline drafter train` was asked for."""
 
     data: Path
     """A file, or a directory of files."""

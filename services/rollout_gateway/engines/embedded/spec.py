@@ -44,8 +44,6 @@ class EmbeddedConfig(Config):
     """Ended requests kept for prompts that begin alike, each as large as a running one; 0: no
     reuse.
     """
-    speculate_rows: int = Field(default=0, ge=0)
-    """Above so many rows nothing is drafted; 0: the bandit alone decides."""
     answer_versions: int = Field(default=128, ge=0)
     """Policy versions after which the n-gram drafter forgets an answer to a prompt: a prompt comes
     again an epoch later, some 30 to 100 versions in sets of 7,500 to 12,000 tasks; 0: only answers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -50,7 +50,7 @@ class SGLangConfig(Config):
     """
     router: str = Field(default="", pattern=r"^(https?://\S+)?$")
     """URL of an SGLang router whose list the gateway stands in while it serves; empty: none."""
-    router_key_env: str = "PACELINE_ROUTER_KEY"
+    router_key_env: ClassVar[str] = "PACELINE_ROUTER_KEY"
     """Environment variable with the router's key for its list; empty or not set: it has none."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
     """Further arguments of SGLang's server, by its own names; they come last. Its quantization and
