@@ -1,4 +1,4 @@
-"""`paceline drafter rollback`, `pin`, `unpin`, and `paceline use-profile`: choices of an operator."""
+"""What an operator chooses to serve: `paceline drafter rollback`, `pin`, `unpin`, `use-profile`."""
 
 from __future__ import annotations
 
