@@ -1,6 +1,6 @@
 """Trains a drafter on a policy's own answers, offline, and measures it.
 
-The answers come from the embedded engine, `paceline train-drafter` learns from them. So
+The answers come from the embedded engine, `paceline drafter train` learns from them. So
 `drafter_start/` was made for `policy_start/`, `drafter_trained/` for `policy_trained/`, and the
 frozen drafters that benches compare with.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -174,11 +174,9 @@ class CoordinatorConfig(ServiceConfig):
     """Whether sets keep the profile of the start, against operators and the audit. `paceline` sets
     it for an SGLang engine with a profile.
     """
-    max_groups_in_flight: int = Field(default=0, ge=0)
-    """Maximum concurrent groups in fully_async; 0: as many as max_policy_lag allows."""
     training_interval_steps: int = Field(default=10, ge=1)
     """RL steps between two trainings of the drafter."""
-    frozen_interval_steps: int = Field(default=5, ge=1)
+    frozen_interval_steps: ClassVar[int] = 5
     """RL steps between two checks of a frozen drafter. Meanwhile it gets no slots, and no rows are
     captured.
     """
@@ -217,7 +215,7 @@ class CoordinatorConfig(ServiceConfig):
     The machine's load stretches it. 0: never.
     """
     evaluation: EvaluationConfig = EvaluationConfig()
-    rollback_drop: float = Field(default=0.3, ge=0)
+    rollback_drop: ClassVar[float] = 0.3
     """Maximum loss of live acceptance length of a new drafter against its predecessor between two
     RL steps, tokens; beyond it the predecessor serves again. 0: no rollback.
     """
@@ -329,12 +327,6 @@ class CoordinatorConfig(ServiceConfig):
                 seen=f"coordinator.schedule={schedule}",
                 allowed=f"{Schedule.SYNC} or {Schedule.ONE_STEP_OFF}, or tasks_path",
             )
-        if 0 < self.max_groups_in_flight < self.prompts_per_step:
-            raise ConfigError(
-                "a step's groups begin together; set coordinator.max_groups_in_flight",
-                seen=self.max_groups_in_flight,
-                allowed=f"0, or at least prompts_per_step={self.prompts_per_step}",
-            )
 
     @property
     def policy_lag(self) -> int:
@@ -377,7 +369,6 @@ class CoordinatorConfig(ServiceConfig):
             commit_mode=self.commit_mode,
             groups_per_step=self.prompts_per_step,
             samples_per_group=self.samples_per_task,
-            max_groups_in_flight=self.max_groups_in_flight,
             dynamic_sampling_rounds=self.dynamic_sampling_rounds,
             profiles=self.profiles,
             profile_stays=self.profile_stays,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,13 +40,13 @@ class BufferConfig(Config):
     """Maximum size, bytes."""
     judged_every: int = Field(default=4, ge=1)
     """One group in this many is held out for the gate before training uses it."""
-    judged_samples: int = Field(default=64, ge=1)
+    judged_samples: ClassVar[int] = 64
     """Maximum held-out samples; older samples go to training."""
-    recency: float = Field(default=0.7, gt=0, le=1)
+    recency: ClassVar[float] = 0.7
     """Weight of a head one version older than the newest."""
     window: int = Field(default=512, ge=8)
     """Maximum positions of one sample per use."""
-    long_share: float = Field(default=0.5, ge=0, le=1)
+    long_share: ClassVar[float] = 0.5
     """Share of draws from the former step's long samples until the current step has long samples.
     """
     rejected: bool = True
@@ -68,15 +68,13 @@ class GateConfig(Config):
     """Maximum samples per evaluation."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
     """The engine's acceptance rule: greedy drafts equal to its draw, or min(1, p/q)."""
-    verify_cost: float = Field(default=0.05, ge=0)
+    verify_cost: ClassVar[float] = 0.05
     """Cost of verifying a draft before measurements of the engine, in plain rounds."""
-    draft_cost: dict[str, float] = Field(default={})
+    draft_cost: ClassVar[float] = 0.1
     """Cost of a draft by kind before measurements of the engine, in plain rounds."""
-    other_draft_cost: float = Field(default=0.1, ge=0)
-    """Cost of a draft of kinds outside draft_cost, in plain rounds."""
-    freeze_after: int = Field(default=8, ge=0)
+    freeze_after: ClassVar[int] = 8
     """Number of evaluations without promotion and gain before training freezes; 0: never."""
-    freeze_gain: float = Field(default=0.02, ge=0)
+    freeze_gain: ClassVar[float] = 0.02
     """Relative speed gain that counts as no gain, by the mean of these evaluations and its error.
     """
 
@@ -94,7 +92,7 @@ class DrafterTrainerConfig(ServiceConfig):
     """Settings of a fresh speculator's shape and loss."""
     shadows: list[str] = Field(default=[])
     """Further speculators trained on the same rows, named as `drafter`."""
-    shadow_share: float = Field(default=0.5, gt=0, lt=1)
+    shadow_share: ClassVar[float] = 0.5
     """Share of the micro-batches for all shadows together."""
     servable: list[str] = Field(default=[])
     """Kinds that the engine can serve; empty: the kind of `drafter`."""
@@ -106,9 +104,9 @@ class DrafterTrainerConfig(ServiceConfig):
     """Compute threads of a rank."""
     niceness: int = Field(default=10, ge=0, le=19)
     """Niceness of the ranks, below rollouts on the same CPU."""
-    micro_batch_ms: float = Field(default=40.0, gt=0, le=50)
+    micro_batch_ms: ClassVar[float] = 40.0
     """Target maximum of a micro-batch, milliseconds of a rank's own time."""
-    micro_batch_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    micro_batch_bytes: ClassVar[int] = 64 << 20
     """Maximum size of the hidden states of a micro-batch, bytes."""
     micro_batches_per_step: int = Field(default=4, ge=1)
     """Micro-batches per optimiser step."""
@@ -116,7 +114,9 @@ class DrafterTrainerConfig(ServiceConfig):
     """Maximum tokens of a micro-batch."""
     max_epochs: float = Field(default=10, gt=0)
     """Maximum passes over the buffer per activation."""
-    data_wait_s: float = Field(default=2.0, ge=0)
+    push_deadline_s: float = Field(default=30.0, gt=0)
+    """Maximum time of a push, seconds."""
+    data_wait_s: ClassVar[float] = 2.0
     """Maximum wait of an activation for rows, seconds."""
     checkpoint_interval_s: float = Field(default=20.0, gt=0)
     """Time between two checkpoints, seconds."""

@@ -1,4 +1,4 @@
-"""Writes a trained drafter as another engine's checkpoint: `paceline export-drafter`.
+"""Writes a trained drafter as another engine's checkpoint: `paceline drafter export`.
 
 What each engine wants is paceline.speculators.export. What was written is read back and compared,
 name by name.
@@ -69,7 +69,7 @@ def export(
     try:
         export_checkpoint(source, model, out, form, DTYPES[dtype] if dtype else None, speculator)
     except PacelineError as error:
-        typer.echo(f"paceline export-drafter: {error}", err=True)
+        typer.echo(f"paceline drafter export: {error}", err=True)
         raise typer.Exit(2) from error
     typer.echo(f"{out}: loads in {form}, read back and equal", err=True)
 
@@ -122,4 +122,4 @@ def _compare(exported: Exported, written: Mapping[str, Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="paceline export-drafter")
+    app(prog_name="paceline drafter export")

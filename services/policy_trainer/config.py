@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -45,12 +45,11 @@ class AdaptersConfig(Config):
         return self.alpha / self.rank
 
 
-class AuditBound(Config):
+class AuditBound(NamedTuple):
     """Bounds of the gap between log-probs of engine and trainer, nats."""
 
-    mean: float = Field(gt=0)
-    """Maximum mean absolute log-prob difference attributed to rounding, nats."""
-    upper: float = Field(gt=0)
+    mean: float
+    upper: float
     """Maximum 99th percentile of the absolute difference attributed to rounding, nats."""
 
 
@@ -60,26 +59,26 @@ class AuditConfig(Config):
     """
 
     share: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens from the
+    """Share of audited trajectories, chosen by a hash of their seeds; 0: no audit. Tokens of the
     step's start weights need no further forward.
     """
     least_tokens: int = Field(default=256, ge=100)
     """Minimum tokens of one path per verdict."""
-    kept_versions: int = Field(default=1, ge=0)
+    kept_versions: ClassVar[int] = 1
     """Number of earlier versions kept in CPU memory for their tokens, if `max_staleness` admits
     them. Tokens of older versions are not audited.
     """
-    float32: AuditBound = AuditBound(mean=5e-4, upper=5e-3)
+    float32: ClassVar[AuditBound] = AuditBound(mean=5e-4, upper=5e-3)
     """Where engine and trainer compute in float32."""
-    bfloat16: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    bfloat16: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
     """Where one of them computes in 16 bits."""
-    quantised: AuditBound = AuditBound(mean=0.05, upper=1.0)
+    quantised: ClassVar[AuditBound] = AuditBound(mean=0.05, upper=1.0)
     """Where the engine rounds weights to int8."""
-    coarse: AuditBound = AuditBound(mean=0.2, upper=3.0)
+    coarse: ClassVar[AuditBound] = AuditBound(mean=0.2, upper=3.0)
     """Where it rounds weights to e4m3, or activations too; SGLang's quantization, and keys and
     values in fewer bits.
     """
-    swapped: AuditBound = AuditBound(mean=0.1, upper=2.0)
+    swapped: ClassVar[AuditBound] = AuditBound(mean=0.1, upper=2.0)
     """Behind a commit "in_place": keys and values that were computed under an earlier policy."""
 
 
@@ -162,12 +161,10 @@ class PolicyTrainerConfig(ServiceConfig):
     """
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """RL steps between checkpoints."""
-    checkpoint_keep: int = Field(default=2, ge=1)
+    checkpoint_keep: ClassVar[int] = 2
     """Number of newest checkpoints kept, besides the checkpoint with the best held-out accuracy
     (best.json).
     """
-    checkpoint_keep_every: int = Field(default=0, ge=0)
-    """Also keep checkpoints with a version divisible by this; 0: none."""
     ledger_keep: int = Field(default=16, ge=0)
     """Number of checkpointed steps with single trajectories in Redis; older steps keep only totals.
     """

@@ -92,7 +92,6 @@ class PolicyTrainer:
             self._export,
             prefix=_PREFIX,
             keep=config.checkpoint_keep,
-            keep_every=config.checkpoint_keep_every,
         )
         best = read_best(config.checkpoints_dir)
         self._writer.kept = best.policy_version if best else None

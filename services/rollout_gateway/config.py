@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -52,7 +52,7 @@ class SessionsConfig(Config):
     """Whether callers without a session key get one session per conversation, found by its
     messages.
     """
-    implicit_timeout_s: float = Field(default=600, gt=0)
+    implicit_timeout_s: ClassVar[float] = 600
     """Silence after which such a session ends, seconds."""
     max_turns: int = Field(default=512, ge=1)
     """Maximum generations per session."""

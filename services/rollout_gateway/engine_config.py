@@ -24,8 +24,6 @@ class EngineConfig(ModelSettings):
     """JSON file of the scripted engine."""
     options: dict[str, Any] = Field(default={})
     """Settings of your own engine."""
-    pin_cores: bool = False
-    """Whether each worker has its own cores, one per thread, if there are enough."""
     ready_deadline_s: float = Field(default=180, gt=0)
     """Maximum time to load the model, seconds: CPU time while the worker works, else wall time."""
     command_deadline_s: float = Field(default=60, gt=0)

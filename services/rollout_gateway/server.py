@@ -164,7 +164,6 @@ def receiver(
         spool,
         guard,
         hooks,
-        max_bytes=config.run.max_version_bytes,
         handover=config.run.handover_dir("gateway") if config.spool else None,
     )
 

@@ -4,8 +4,6 @@ init.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +20,7 @@ from paceline.cli.command import (
     run_to_exit,
     say,
 )
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.local.hub import model_directory
 from paceline.local.processes import usable_cores
 
@@ -81,45 +79,6 @@ def why(
         show_why(run, which, Console(), as_json=as_json)
     except PacelineError as error:
         raise refused(error) from error
-
-
-def logs(
-    run: Run,
-    services: Annotated[
-        list[str] | None, typer.Argument(help="services; default: all", show_default=False)
-    ] = None,
-    lines: Annotated[int, typer.Option("-n", min=1, help="number of last lines per log")] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="follow the logs")] = False,
-) -> None:
-    """Print the ends of a run's logs."""
-    from paceline.cli.access import run_directory
-
-    try:
-        files = _logs(run_directory(run) / "logs", services or [])
-    except PacelineError as error:
-        raise refused(error) from error
-    tail = shutil.which("tail")
-    if tail is None:
-        raise refused(NotFound("no tail on PATH", seen=os.environ.get("PATH", "")))
-    command = [tail, "-n", str(lines), *(["-F"] if follow else []), "--", *map(str, files)]
-    os.execv(tail, command)  # noqa: S606
-
-
-def _logs(folder: Path, services: list[str]) -> list[Path]:
-    """Logs of services and of their ranks. Raises NotFound for a service that has none."""
-    there = sorted(folder.glob("*.log"))
-    if not services:
-        return there
-    found = [
-        path
-        for name in services
-        for path in there
-        if path.stem == name or path.stem.startswith(f"{name.replace('-', '_')}.")
-    ]
-    if not found:
-        names = ", ".join(path.stem for path in there)
-        raise NotFound("no such logs", seen=", ".join(services), allowed=names or "none yet")
-    return found
 
 
 def evaluate(
@@ -229,7 +188,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "page": page,
     "why": why,
-    "logs": logs,
     "eval": evaluate,
     "init": init,
 }

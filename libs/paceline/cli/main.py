@@ -48,21 +48,24 @@ app = typer.Typer(
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+drafter = typer.Typer(no_args_is_help=True, help="Train, export and choose drafters.")
+app.add_typer(drafter, name="drafter")
+
 SERVICE_NAMES = [spec.command_name for spec in SERVICES if spec.address_key]
 REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that hands its whole line, --help included, to a module."""
 
 TOOLS = {
-    "train-drafter": (
+    "train": (
         "paceline.services.drafter_trainer.offline",
         "Train a drafter offline from conversations, for a warm start.",
     ),
-    "export-drafter": (
+    "export": (
         "paceline.services.drafter_trainer.export",
         "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
     ),
 }
-"""Command -> module that parses the rest of the line, and what the list of commands says of it."""
+"""Command of `paceline drafter` -> module that parses the rest of the line, and its help."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -251,6 +254,8 @@ def doctor(
 
 for _command in operate.COMMANDS:
     app.command()(_command)
+for _command in operate.DRAFTER_COMMANDS:
+    drafter.command()(_command)
 for _name, _work in files.COMMANDS.items():
     app.command(_name)(_work)
 
@@ -273,7 +278,7 @@ def bench(context: typer.Context) -> None:
 
 
 def _add_tool(name: str, module: str, help_text: str) -> None:
-    @app.command(name, help=help_text, context_settings=REST)
+    @drafter.command(name, help=help_text, context_settings=REST)
     def run_tool(context: typer.Context) -> None:
         become(module, *context.args)
 

@@ -55,16 +55,13 @@ def rollback(
         int | None,
         typer.Argument(min=0, help="drafter to serve; default: the former drafter"),
     ] = None,
-    policy: Annotated[
-        int | None, typer.Option(min=0, help="refused, with the way back to an older policy")
-    ] = None,
     address: CoordinatorAddress = None,
     config: ConfigFiles = None,
 ) -> None:
     """Serve the former drafter again, from the next commit and for at least one step."""
     from paceline.v1.coordinator_pb2 import RollBackRequest
 
-    request = RollBackRequest(drafter_version=version, policy_version=policy)
+    request = RollBackRequest(drafter_version=version)
     _choose(request, address, config)
 
 
@@ -122,4 +119,5 @@ def _coordinator(
         raise refused(error) from error
 
 
-COMMANDS = (status, stop, pause, resume, rollback, pin, unpin, use_profile)
+COMMANDS = (status, stop, pause, resume, use_profile)
+DRAFTER_COMMANDS = (rollback, pin, unpin)

@@ -56,10 +56,6 @@ class RunConfig(Config):
     with a blocked event loop, or the run's own Redis without answers. 0: no limit, also with
     heartbeat_s = 0.
     """
-    max_version_bytes: int = Field(default=0, ge=0)
-    """Maximum size of one version of weights at a receiver, bytes; 0: the free disk space of its
-    spool.
-    """
     handover: bool = True
     """Whether receivers accept weights of senders on their host by file, from their own directory
     in `<dir>/handover`; false: only by the network.

@@ -45,9 +45,8 @@ _MALFORMED = (OSError, SafetensorError, ValueError, KeyError, TypeError, Attribu
 class CheckpointWriter:
     """Writes one checkpoint at a time, in a thread of each rank, while the ranks continue training.
 
-    `export(state, checkpoint)` runs on rank 0 once the shards are on disk. The newest `keep`
-    checkpoints stay, and checkpoints with a number that is a multiple of `keep_every`, unless that
-    is 0.
+    `export(state, checkpoint)` runs on rank 0 when the shards are on disk. The newest `keep`
+    checkpoints stay.
     """
 
     def __init__(
@@ -57,10 +56,9 @@ class CheckpointWriter:
         *,
         prefix: str = PREFIX,
         keep: int = 2,
-        keep_every: int = 0,
     ) -> None:
         self._directory, self._export, self._prefix = directory, export, prefix
-        self._keep, self._keep_every = keep, keep_every
+        self._keep = keep
         self.kept: int | None = None
         """Number of one additional checkpoint that stays."""
         self.written_s = 0.0
@@ -166,7 +164,7 @@ class CheckpointWriter:
         fresh.rename(final)
         sync_path(self._directory)
         for old in checkpoint_numbers(self._directory, self._prefix)[: -self._keep]:
-            if old != self.kept and not (self._keep_every and old % self._keep_every == 0):
+            if old != self.kept:
                 shutil.rmtree(self.path(old))
 
 

@@ -21,18 +21,15 @@ from paceline.services.coordinator.machine.slots import Holder, WorkerState
 from paceline.services.coordinator.machine.state import Evaluation, Phase, Portion, Service, State
 
 
-def capacity(
-    *, limit: int, running: int, max_lag: int, version: int, batch: int, accepted: int
-) -> int:
-    """Groups that may begin: min(limit - running, (max_lag + version + 1) * batch - (accepted +
-    running)), AReaL's admission (arXiv:2505.24298, section 5.1).
+def capacity(*, running: int, max_lag: int, version: int, batch: int, accepted: int) -> int:
+    """Groups that may begin: (max_lag + version + 1) * batch - (accepted + running), the admission
+    of AReaL (arXiv:2505.24298, section 5.1).
 
-    `limit`: groups that may run at once; 0: any number. `running`: open groups that have begun.
-    `accepted`: closed groups, trained or not; a group that the trainer dropped as too old counts,
-    since its place in a batch was used. `version`: committed batches of `batch` groups each.
+    `running`: groups that have begun and not closed. `accepted`: groups that have closed, trained
+    or not; a group that the trainer dropped as too old counts too, since its place in a batch was
+    used. `version`: batches committed, of `batch` groups each.
     """
-    allowed = (max_lag + version + 1) * batch - (accepted + running)
-    return min(limit - running, allowed) if limit else allowed
+    return (max_lag + version + 1) * batch - (accepted + running)
 
 
 def may_draw(state: State) -> bool:
@@ -49,7 +46,6 @@ def may_draw(state: State) -> bool:
         return False
     batch, open_groups = settings.groups_per_step, groups_running(state)
     return batch <= capacity(
-        limit=settings.max_groups_in_flight,
         running=open_groups,
         max_lag=settings.max_policy_lag,
         version=state.step,

@@ -73,7 +73,6 @@ class RunSettings:
     commit_mode: CommitMode = CommitMode.IN_PLACE
     groups_per_step: int = 1
     samples_per_group: int = 1  # requested samples
-    max_groups_in_flight: int = 0  # 0: limited by max_policy_lag only
     dynamic_sampling_rounds: int = 0  # of other tasks for groups of equal rewards; 0: none
     profiles: tuple[str, ...] = ()  # profiles that an operator may choose
     profile_stays: bool = False  # the engine keeps the profile of its start

@@ -191,7 +191,7 @@ class MeasuredCosts:
                 for kind in kinds:
                     found[kind].append(SizeGroup(one.share, costs[kind], one.rival))
         if not all(found.values()):
-            return {kind: [SizeGroup(1.0, self._configured(kind))] for kind in kinds}, False
+            return {kind: [SizeGroup(1.0, self._configured())] for kind in kinds}, False
         return {kind: _normalised(own) for kind, own in found.items()}, True
 
     def _chains(self, costs: Mapping[str, float]) -> dict[str, dict[int, float]]:
@@ -205,10 +205,8 @@ class MeasuredCosts:
                 chains.setdefault(name.speculator, {})[name.shape.steps] = cost
         return chains
 
-    def _configured(self, kind: str) -> dict[int, float]:
-        each = self._config.verify_cost + self._config.draft_cost.get(
-            kind, self._config.other_draft_cost
-        )
+    def _configured(self) -> dict[int, float]:
+        each = self._config.verify_cost + self._config.draft_cost
         return {drafts: 1.0 + drafts * each for drafts in range(1, self._config.draft_steps + 1)}
 
 

@@ -1,4 +1,4 @@
-"""Runs `paceline train-drafter`: starts the ranks, prints their news, passes Ctrl-C on.
+"""Runs `paceline drafter train`: starts the ranks, prints their news, passes Ctrl-C on.
 
 Imports no torch.
 """
@@ -87,7 +87,7 @@ app.command(help=HELP)(train)
 
 
 def _refuse(text: str) -> None:
-    console.print(f"paceline train-drafter: {text}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"paceline drafter train: {text}", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -145,4 +145,4 @@ def _ask_to_stop(group: RankGroup, progress: TerminalLines) -> None:
 
 
 if __name__ == "__main__":
-    app(prog_name="paceline train-drafter")
+    app(prog_name="paceline drafter train")

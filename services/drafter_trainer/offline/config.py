@@ -1,4 +1,4 @@
-"""Declares the settings of one offline run, which are the options of `paceline train-drafter`.
+"""Declares the settings of one offline run, which are the options of `paceline drafter train`.
 
 Imports no torch: the parent process checks them before any rank is started.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ class BanditConfig(Config):
     """Number of remembered rounds per group, of all arms together."""
     groups: tuple[int, ...] = (1, 2, 5, 21)
     """Smallest batch size of each group."""
-    inherited_rounds: int = Field(default=64, ge=0)
+    inherited_rounds: ClassVar[int] = 64
     """Number of rounds that a new drafter's arms inherit from the former drafter, with the
     trainer's prediction of the change; 0: none.
     """

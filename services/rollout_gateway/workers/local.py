@@ -198,7 +198,7 @@ class LocalWorkers:
         rows = self._rows
         ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
         config = self._config
-        pinned = config.pin_cores or config.threads == 0
+        pinned = config.threads == 0
         spec = WorkerSpec(
             worker_index=index,
             place=place,

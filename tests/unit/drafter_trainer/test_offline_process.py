@@ -1,4 +1,4 @@
-"""`paceline train-drafter` as a person runs it: real ranks, real signals, real exit codes."""
+"""`paceline drafter train` as a person runs it: real ranks, real signals, real exit codes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start(world: Path, *more: str) -> subprocess.Popen[str]:
         str(world / "out"),
     ]
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli.main", "train-drafter", *paths, *settings, *more],
+        [sys.executable, "-m", "paceline.cli.main", "drafter", "train", *paths, *settings, *more],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "200"},
@@ -120,7 +120,7 @@ def test_a_bad_line_ends_the_command_with_its_name_and_code_2(world: Path) -> No
     process = start(world)
     _, said = process.communicate(timeout=patient(60))
     assert process.returncode == 2
-    assert "paceline train-drafter: " in said
+    assert "paceline drafter train: " in said
     assert (
         "data.jsonl, line 17: tokens outside the model's vocabulary; seen: (1, 200); allowed: 0 "
         "to 96" in said

@@ -43,8 +43,6 @@ class EmbeddedConfig(Config):
     """Number of ended requests kept for prompts with the same beginning, each as large as a running
     request; 0: none.
     """
-    speculate_rows: int = Field(default=0, ge=0)
-    """Maximum rows of a batch with drafts; 0: the bandit alone decides."""
     answer_versions: int = Field(default=128, ge=0)
     """Policy versions for which the n-gram drafter keeps an answer. A prompt returns after an
     epoch, 30 to 100 versions for 7,500 to 12,000 tasks. 0: only answers of the serving policy.

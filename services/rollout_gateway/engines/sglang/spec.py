@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,7 +49,7 @@ class SGLangConfig(Config):
     """
     router: str = Field(default="", pattern=r"^(https?://\S+)?$")
     """URL of an SGLang router at which the gateway registers while it serves; empty: none."""
-    router_key_env: str = "PACELINE_ROUTER_KEY"
+    router_key_env: ClassVar[str] = "PACELINE_ROUTER_KEY"
     """Environment variable with the router's control-plane key; empty or unset: none."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
     """Further arguments of SGLang's server by its own names; they override. Its quantization and
