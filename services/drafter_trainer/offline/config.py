@@ -18,7 +18,7 @@ TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
 
 
 class OfflineConfig(Config):
-    """Options of `paceline train-drafter`."""
+    """Options of `paceline drafter train`."""
 
     data: Path
     """A file, or a directory of files."""
