@@ -55,14 +55,8 @@ class OfflineConfig(Config):
     """Steps of linear warm-up."""
     clip_norm: float = Field(default=0.5, gt=0)
     """Largest gradient norm."""
-    freeze_base_model: bool = True
-    """Or train the model jointly, on cross-entropy."""
-    base_lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of a model that is trained."""
-    speculator_weight: float = Field(default=1.0, ge=0)
-    """Of its loss in what a trained model learns from."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of a frozen model: float32 | bfloat16."""
+    """Of the model: float32 | bfloat16."""
     regenerate: bool = False
     """Learn from the model's own answers to the prompts."""
     max_tokens: int = Field(default=256, ge=2)
@@ -117,7 +111,6 @@ class OfflineConfig(Config):
             "batch_tokens",
             "row_tokens",
             "window",
-            "freeze_base_model",
             "heldout_share",
             "optimizer",
             "average",
