@@ -35,9 +35,8 @@ HELP = """Train a drafter offline from conversations, for a warm start.
 FILE lines: {"messages": [...]} under the model's chat template, {"prompt": ..., "response": ...},
 or {"input_ids": [...], "loss_mask": [...]}; .jsonl, or .parquet.
 
-Leaves OUT/checkpoint/speculator/{config.json, model.safetensors}, OUT/checkpoint/base/ when the
-base model is trained too, and OUT/log.jsonl. Ctrl-C saves; the same command goes on where it
-stopped.
+Leaves OUT/checkpoint/speculator/{config.json, model.safetensors} and OUT/log.jsonl. Ctrl-C saves;
+the same command goes on where it stopped.
 """
 
 

@@ -55,12 +55,6 @@ class OfflineConfig(Config):
     """Steps of linear warm-up."""
     clip_norm: float = Field(default=0.5, gt=0)
     """Maximum gradient norm."""
-    freeze_base_model: bool = True
-    """Freeze the model; otherwise train it jointly on cross-entropy."""
-    base_lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of a jointly trained model."""
-    speculator_weight: float = Field(default=1.0, ge=0)
-    """Weight of the speculator's loss in joint training."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of a frozen model: float32 | bfloat16."""
     regenerate: bool = False
@@ -117,7 +111,6 @@ class OfflineConfig(Config):
             "batch_tokens",
             "row_tokens",
             "window",
-            "freeze_base_model",
             "heldout_share",
             "optimizer",
             "average",
