@@ -56,7 +56,7 @@ class OfflineConfig(Config):
     clip_norm: float = Field(default=0.5, gt=0)
     """Maximum gradient norm."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of a frozen model: float32 | bfloat16."""
+    """Element type of the model: float32 | bfloat16."""
     regenerate: bool = False
     """Train on the model's own answers to the prompts."""
     max_tokens: int = Field(default=256, ge=2)
